@@ -6,6 +6,7 @@ The oracle is the recurrent form of the reference in float64.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -42,16 +43,11 @@ class Case:
         return Case({**self.tensors, **changes}, self.options)
 
     def time(self, part: slice | list[int]) -> Case:
-        cut = {
-            n: x if x is None or (n == "decay" and x.ndim == 1) else x[:, part]
-            for n, x in self.tensors.items()
-        }
+        cut = {n: x if x is None or (n == "decay" and x.ndim == 1) else x[:, part] for n, x in self.tensors.items()}
         return Case(cut, self.options)
 
     def rows(self, part: slice) -> Case:
-        cut = {
-            n: x if x is None or (n == "decay" and x.ndim == 1) else x[part] for n, x in self.tensors.items()
-        }
+        cut = {n: x if x is None or (n == "decay" and x.ndim == 1) else x[part] for n, x in self.tensors.items()}
         return Case(cut, self.options)
 
 
@@ -196,7 +192,7 @@ class Conformance:
             given = case.to(dtype)
             want, want_state = self.run(given, form)
             pieces, state, edges = [], None, (0, *cuts, 75)
-            for a, b in zip(edges, edges[1:], strict=False):
+            for a, b in itertools.pairwise(edges):
                 o, state = self.run(given.time(slice(a, b)), form, initial_state=state)
                 pieces.append(o)
             assert_near(torch.cat(pieces, 1), want, dtype, "o")
@@ -224,9 +220,7 @@ class Conformance:
     @pytest.mark.parametrize(("decay", "write", "normalize"), EVERY_MIXER)
     def test_padding_changes_nothing(self, decay, write, normalize):
         case = make_case(decay, write, normalize, B=1, T=70, heads=(2, 2, 4))
-        poison = {
-            n: x for n, x in make_case(decay, write, normalize, B=1, T=78, heads=(2, 2, 4)).tensors.items()
-        }
+        poison = dict(make_case(decay, write, normalize, B=1, T=78, heads=(2, 2, 4)).tensors.items())
         for name, padded in {
             "left": [*range(8)],
             "right": [*range(70, 78)],
@@ -265,7 +259,7 @@ class Conformance:
             cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
             got, state = self.run(given, form, cu_seqlens=cu_seqlens)
             again, carried = self.run(given, form, cu_seqlens=cu_seqlens, initial_state=state)
-            for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            for n, (a, b) in enumerate(itertools.pairwise(bounds)):
                 part = given.time(slice(a, b))
                 want, alone = self.run(part, form)
                 assert_near(got[:, a:b], want, dtype, f"sequence {n}")
@@ -398,7 +392,7 @@ class Conformance:
             given = make_case("none", normalize=normalize, heads=(4, 2, 2), T=70).to(dtype)
             mask = torch.rand(2, 70) > 0.3 if masked else None
             tensors = {n: x if x is None else x.requires_grad_() for n, x in given.tensors.items()}
-            got, state = self.run(Case(tensors, given.options), form, causal=False, mask=mask)
+            got, _state = self.run(Case(tensors, given.options), form, causal=False, mask=mask)
             q, k, v, beta = (tensors[n].double() for n in ("q", "k", "v", "beta"))
             weights = torch.einsum("bthk,bshk->bhts", q, k.repeat_interleave(2, 2)) * beta.repeat_interleave(
                 2, 2
@@ -432,9 +426,7 @@ class Conformance:
             want = self.attend(form, q=q.contiguous(), k=k.contiguous(), v=v.contiguous())[0]
             got = self.attend(form, q=q, k=k, v=v)[0]
             assert_near(got, want, dtype)
-            assert_near(
-                torch.autograd.grad(got.sum(), packed)[0], torch.autograd.grad(want.sum(), packed)[0], dtype
-            )
+            assert_near(torch.autograd.grad(got.sum(), packed)[0], torch.autograd.grad(want.sum(), packed)[0], dtype)
             turned = torch.randn(2, 40, 4, 6, dtype=dtype).mT.contiguous().mT
             assert_near(
                 self.attend(form, q=turned, k=turned, v=turned)[0],

@@ -29,7 +29,7 @@ _HOME = {
     "linear_attention": "phistate.ops.linear_attention",
     "softmax_attention": "phistate.ops.softmax_attention",
 }
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> object:

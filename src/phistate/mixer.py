@@ -57,9 +57,7 @@ class Mixer:
         """The mixer's φ for heads of ``head_dim``, its own options overridden by ``options``; None: identity."""
         if self.feature_map is None or self.feature_map == "l2norm":
             if options:
-                raise TypeError(
-                    f"{next(iter(options))}: got an option; {self.name!r} has no feature map to take it"
-                )
+                raise TypeError(f"{next(iter(options))}: got an option; {self.name!r} has no feature map to take it")
             return None
         return feature_map(self.feature_map, head_dim=head_dim, **{**self.feature_options, **options})
 
@@ -98,9 +96,7 @@ class Mixer:
                 f"decay: got {None if decay is None else tuple(decay.shape)}; {self.name!r} takes {self.decay}"
             )
         if decay is not None and decay.ndim != {"head": 1, "scalar": 3, "vector": 4}[self.decay]:
-            raise ValueError(
-                f"decay: got shape {tuple(decay.shape)}; {self.name!r} takes one per {self.decay}"
-            )
+            raise ValueError(f"decay: got shape {tuple(decay.shape)}; {self.name!r} takes one per {self.decay}")
         o, state = linear_attention(
             q,
             k,
@@ -156,9 +152,7 @@ PRESETS: Mapping[str, Mixer] = _table(
         normalizer="output_norm",
         source="arXiv:2412.06464",
     ),
-    Mixer(
-        "kda", "l2norm", decay="vector", write="delta", normalizer="output_norm", source="arXiv:2510.26692"
-    ),
+    Mixer("kda", "l2norm", decay="vector", write="delta", normalizer="output_norm", source="arXiv:2510.26692"),
 )
 """Every system this library is about, one line each (``retnet``'s decay: :func:`retention_decay`)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -39,15 +40,11 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     most = max(x.shape[2] for x in (q, k, v))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[2] == 0 or most % x.shape[2]:
-            raise ValueError(
-                f"{name}: got {x.shape[2]} heads; takes a count that divides the largest, {most}"
-            )
+            raise ValueError(f"{name}: got {x.shape[2]} heads; takes a count that divides the largest, {most}")
     states = max(k.shape[2], v.shape[2])
     for name, x in (("k", k), ("v", v)):
         if states % x.shape[2]:
-            raise ValueError(
-                f"{name}: got {x.shape[2]} heads; takes a count that divides the states' {states}"
-            )
+            raise ValueError(f"{name}: got {x.shape[2]} heads; takes a count that divides the states' {states}")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -76,9 +73,7 @@ def check_side_input(name: str, x: Tensor | None, q: Tensor, shapes: Sequence[tu
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}; takes a torch.Tensor or None")
     if tuple(x.shape) not in shapes:
-        raise ValueError(
-            f"{name}: got shape {tuple(x.shape)}; takes {' or '.join(map(str, dict.fromkeys(shapes)))}"
-        )
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}; takes {' or '.join(map(str, dict.fromkeys(shapes)))}")
     if x.dtype not in (q.dtype, torch.float32):
         raise TypeError(f"{name}: got {x.dtype}; takes {q.dtype} or torch.float32")
     if x.device != q.device:
@@ -95,13 +90,11 @@ def sequence_bounds(cu_seqlens: Tensor | None, x: Tensor) -> list[int] | None:
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}; takes [N+1]")
     if x.shape[0] != 1:
-        raise ValueError(
-            f"cu_seqlens: got it with batch {x.shape[0]}; takes batch 1, sequences packed along T"
-        )
+        raise ValueError(f"cu_seqlens: got it with batch {x.shape[0]}; takes batch 1, sequences packed along T")
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens: got a first offset of {bounds[0]}; takes 0")
-    if any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if any(a > b for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"cu_seqlens: got {bounds}, which decreases; takes offsets that never do")
     if bounds[-1] != x.shape[1]:
         raise ValueError(f"cu_seqlens: got a last offset of {bounds[-1]}; takes T = {x.shape[1]}")

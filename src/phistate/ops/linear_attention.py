@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
@@ -247,9 +246,7 @@ def _check_state(
         )
     if (state.z is not None) != normalize:
         held = "without" if state.z is None else "with"
-        raise ValueError(
-            f"initial_state: got a state {held} normaliser z; takes one made with normalize={normalize}"
-        )
+        raise ValueError(f"initial_state: got a state {held} normaliser z; takes one made with normalize={normalize}")
     fingerprint = None if feature_map is None else feature_map.fingerprint
     if state.fingerprint != fingerprint:
         raise ValueError(
@@ -264,9 +261,7 @@ def _positions(q: Tensor, mask: Tensor | None, bounds: list[int] | None, state: 
     counted = torch.ones(B, T, dtype=torch.int64, device=q.device) if mask is None else mask.to(torch.int64)
     count = counted.cumsum(1)
     if bounds is None:
-        start = (
-            torch.zeros(B, 1, dtype=torch.int64, device=q.device) if state is None else state.tokens[:, None]
-        )
+        start = torch.zeros(B, 1, dtype=torch.int64, device=q.device) if state is None else state.tokens[:, None]
         return (start + count - 1).clamp(min=0)
     lengths = torch.tensor(bounds, device=q.device).diff()
     first = torch.cat([count.new_zeros(1), count[0]])[torch.tensor(bounds[:-1], device=q.device)]

@@ -13,6 +13,7 @@ cancel in the result, so no gradient passes through them.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +114,7 @@ def _running_maximum(
             None if decay is None else decay[:, a:b],
             start[n : n + 1],
         )
-        for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for n, (a, b) in enumerate(itertools.pairwise(bounds))
     ]
     if not pieces:
         return log_k, log_k, start
@@ -121,9 +122,7 @@ def _running_maximum(
     return torch.cat(before, 1), torch.cat(now, 1), torch.cat(last, 0)
 
 
-def _running_maximum_of_one(
-    log_k: Tensor, decay: Tensor | None, start: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _running_maximum_of_one(log_k: Tensor, decay: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     T = log_k.shape[1]
     start = start.unsqueeze(1)
     if decay is None:

@@ -27,9 +27,7 @@ from torch import Tensor
 
 CHUNK = 64
 
-Form = Callable[
-    [Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", str, Tensor], "tuple[Tensor, Tensor]"
-]
+Form = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", str, Tensor], "tuple[Tensor, Tensor]"]
 
 
 def recurrent(

@@ -74,9 +74,7 @@ def softmax_attention(
     return o.transpose(1, 2)
 
 
-def _visible(
-    q: Tensor, k: Tensor, causal: bool, window: int | None, sinks: int, mask: Tensor | None
-) -> Tensor | None:
+def _visible(q: Tensor, k: Tensor, causal: bool, window: int | None, sinks: int, mask: Tensor | None) -> Tensor | None:
     """``[B or 1,1,Tq,Tk]``: which keys each query sees; None where plain causal or full attention says it all."""
     Tq, Tk = q.shape[1], k.shape[1]
     plain = window is None and mask is None
@@ -93,9 +91,7 @@ def _visible(
     return seen if mask is None else seen & mask[:, None, None]
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float | None, causal: bool
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float | None, causal: bool) -> Tensor:
     """Torch's fused attention ``[B,H,T,D]``; a row that sees nothing is 0."""
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(
@@ -108,7 +104,7 @@ def _in_blocks(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int, sinks: int, mask: Tensor | None
 ) -> Tensor:
     """Blocks of ``window`` queries against their own and the preceding block of keys, and the sinks: linear time."""
-    B, H, T, _ = q.shape
+    B, _, T, _ = q.shape
     blocks = -(-T // window)
     tail = blocks * window - T
     position = torch.arange(blocks * window, device=q.device).view(blocks, window)
@@ -116,9 +112,7 @@ def _in_blocks(
     sink = torch.arange(min(sinks, T), device=q.device).expand(blocks, -1)
     key_position = torch.cat([sink, previous, position], 1)
 
-    seen = (key_position[:, None] <= position[..., None]) & (
-        key_position[:, None] > position[..., None] - window
-    )
+    seen = (key_position[:, None] <= position[..., None]) & (key_position[:, None] > position[..., None] - window)
     seen[..., : sink.shape[1]] = sink[:, None] <= position[..., None]
     # A sink inside the window would be counted twice.
     near = (key_position >= sinks) & (key_position >= 0) & (key_position < T)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -51,9 +51,7 @@ class State:
         for name in ("z", "log_scale"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != self.s.shape[:3]:
-                raise ValueError(
-                    f"{name}: got shape {tuple(tensor.shape)}; takes [B,Hs,K] = {tuple(self.s.shape[:3])}"
-                )
+                raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; takes [B,Hs,K] = {tuple(self.s.shape[:3])}")
         if self.tokens.shape != self.s.shape[:1] or self.tokens.dtype != torch.int64:
             raise ValueError(
                 f"tokens: got {self.tokens.dtype} of shape {tuple(self.tokens.shape)}; "
@@ -114,4 +112,5 @@ class State:
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> State:
-        return replace(self, **{name: change(tensor) for name, tensor in self._tensors().items()})
+        changed = {name: change(tensor) for name, tensor in self._tensors().items()}
+        return State(**changed, fingerprint=self.fingerprint)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ class TorchBackend:
         else:
             pieces, states = [], []
             bounds = call.cu_seqlens.tolist()
-            for n, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
                 piece, state = _form(call, stop - start)(
                     q[:, :, :, start:stop],
                     k[:, :, start:stop],
