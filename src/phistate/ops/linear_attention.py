@@ -161,7 +161,7 @@ def linear_attention(
     features = D if feature_map is None else feature_map.num_features
     check_side_input("decay", decay, q, [(heads,), (B, T, heads), (B, T, heads, features)])
     check_side_input("beta", beta, q, [(B, T, heads)])
-    if decay is not None and not torch.compiler.is_compiling() and bool((decay > 0).any()):
+    if decay is not None and not torch.compiler.is_compiling() and not bool((decay <= 0).all()):
         raise ValueError(f"decay: got a maximum of {decay.max().item():.6g}; takes log-space values ≤ 0")
     if not causal and (write != "add" or decay is not None):
         got = f"write={write!r}" if write != "add" else "a decay"
