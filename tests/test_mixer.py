@@ -10,31 +10,31 @@ import phistate
 from phistate.mixer import PRESETS, retention_decay
 
 
-def arguments(preset: phistate.Mixer) -> dict:
-    """q, k, v of the acceptance's shapes, and the decay and beta the preset takes, all requiring gradients."""
+def arguments(mixer: phistate.Mixer) -> dict:
+    """q, k, v of the acceptance's shapes, and the decay and beta the mixer takes, all requiring gradients."""
     shapes = {"none": None, "head": None, "scalar": (2, 37, 4), "vector": (2, 37, 4, 8)}
     tensors = {
         "q": torch.randn(2, 37, 4, 8, dtype=torch.float64),
         "k": torch.randn(2, 37, 4, 8, dtype=torch.float64),
         "v": torch.randn(2, 37, 4, 12, dtype=torch.float64),
     }
-    if preset.decay == "head":
+    if mixer.decay == "head":
         tensors["decay"] = retention_decay(4).double()
-    elif shapes[preset.decay]:
-        tensors["decay"] = -torch.rand(shapes[preset.decay], dtype=torch.float64)
-    if preset.write == "delta":
+    elif shapes[mixer.decay]:
+        tensors["decay"] = -torch.rand(shapes[mixer.decay], dtype=torch.float64)
+    if mixer.write == "delta":
         tensors["beta"] = torch.rand(2, 37, 4, dtype=torch.float64)
     return {name: x.requires_grad_() for name, x in tensors.items()}
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
-def test_three_forms_of_every_preset(preset):
-    tensors = arguments(preset)
-    phi = preset.make_feature_map(8)
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda mixer: mixer.name)
+def test_three_forms_of_every_preset(mixer):
+    tensors = arguments(mixer)
+    phi = mixer.make_feature_map(8)
     phi = None if phi is None else phi.double()
     results = []
     for form in ("recurrent", "chunked", "parallel"):
-        o, state = preset.attend(**tensors, phi=phi, form=form)
+        o, state = mixer.attend(**tensors, phi=phi, form=form)
         results.append((o, state.s, *torch.autograd.grad(o.sin().sum() + state.s.sum(), list(tensors.values()))))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
@@ -49,17 +49,17 @@ def test_retention_is_a_constant_decay():
 def test_what_a_mixer_refuses():
     q, k, v = torch.rand(3, 1, 5, 2, 4).unbind()
     with pytest.raises(ValueError, match="name: got 'mamba3'; takes linear, performer"):
-        phistate.mixer("mamba3")
+        phistate.preset("mamba3")
     with pytest.raises(ValueError, match="phi: got None; 'linear' takes elu"):
-        phistate.mixer("linear").attend(q, k, v)
+        phistate.preset("linear").attend(q, k, v)
     with pytest.raises(ValueError, match="decay: got None; 'gla' takes vector"):
-        phistate.mixer("gla").attend(q, k, v)
+        phistate.preset("gla").attend(q, k, v)
     with pytest.raises(ValueError, match="decay: got shape"):
-        phistate.mixer("gla").attend(q, k, v, decay=-torch.rand(1, 5, 2))
+        phistate.preset("gla").attend(q, k, v, decay=-torch.rand(1, 5, 2))
     with pytest.raises(ValueError, match=r"decay: got \(2,\); 'deltanet' takes none"):
-        phistate.mixer("deltanet").attend(q, k, v, decay=-torch.rand(2))
+        phistate.preset("deltanet").attend(q, k, v, decay=-torch.rand(2))
     with pytest.raises(TypeError, match="order: got an option"):
-        phistate.mixer("kda").make_feature_map(4, order=3)
+        phistate.preset("kda").make_feature_map(4, order=3)
 
 
 def test_importing_phistate_is_light():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from phistate.features import feature_map_names as feature_map_names
     from phistate.mixer import PRESETS as PRESETS
     from phistate.mixer import Mixer as Mixer
-    from phistate.mixer import mixer as mixer
+    from phistate.mixer import preset as preset
     from phistate.ops.linear_attention import linear_attention as linear_attention
     from phistate.ops.softmax_attention import softmax_attention as softmax_attention
     from phistate.ops.state import State as State
@@ -24,7 +24,7 @@ _HOME = {
     "feature_map_names": "phistate.features",
     "Mixer": "phistate.mixer",
     "PRESETS": "phistate.mixer",
-    "mixer": "phistate.mixer",
+    "preset": "phistate.mixer",
     "State": "phistate.ops.state",
     "linear_attention": "phistate.ops.linear_attention",
     "softmax_attention": "phistate.ops.softmax_attention",

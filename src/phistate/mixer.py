@@ -82,7 +82,7 @@ class Mixer:
             ValueError: ``phi`` or ``decay`` missing where the mixer has one, or given where it has none.
 
         >>> import torch, phistate
-        >>> gla = phistate.mixer("gla")
+        >>> gla = phistate.preset("gla")
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind()
         >>> o, state = gla.attend(q, k, v, decay=-torch.rand(1, 5, 2, 4))
         >>> o.shape, state.tokens.tolist()
@@ -157,13 +157,13 @@ PRESETS: Mapping[str, Mixer] = _table(
 """Every system this library is about, one line each (``retnet``'s decay: :func:`retention_decay`)."""
 
 
-def mixer(name: str) -> Mixer:
+def preset(name: str) -> Mixer:
     """The preset called ``name``.
 
     Raises:
         ValueError: an unknown name.
 
-    >>> mixer("gated_deltanet").write
+    >>> preset("gated_deltanet").write
     'delta'
     """
     if name not in PRESETS:

@@ -70,9 +70,7 @@ def feature_map(name: str, *, head_dim: int, **options: object) -> FeatureMap:
     taken = [option for option in inspect.signature(_MAPS[name]).parameters if option != "head_dim"]
     for option in options:
         if option not in taken:
-            raise TypeError(
-                f"{option}: got an unknown option of feature map {name!r}; takes {', '.join(taken)}"
-            )
+            raise TypeError(f"{option}: got an unknown option of feature map {name!r}; takes {', '.join(taken)}")
     return _MAPS[name](head_dim, **options)  # type: ignore[arg-type]
 
 

@@ -78,9 +78,7 @@ class HeadwiseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[...,H,D] -> [...,H,D]``, in x's dtype."""
         if self.heads is not None and (x.ndim < 2 or x.shape[-2] != self.heads):
-            raise ValueError(
-                f"x: got shape {tuple(x.shape)}; takes [...,H,D] with {self.name} = {self.heads}"
-            )
+            raise ValueError(f"x: got shape {tuple(x.shape)}; takes [...,H,D] with {self.name} = {self.heads}")
         weight = self.weight.to(x.dtype)
         projected = x @ weight.mT if self.heads is None else torch.einsum("...hi,hoi->...ho", x, weight)
         return projected if self.bias is None else projected + self.bias.to(x.dtype)

@@ -55,9 +55,7 @@ class RandomFeatureMap(FeatureMap):
         """
         for name, given in (("x", x), ("y", y)):
             if given.shape[-1] != self.head_dim:
-                raise ValueError(
-                    f"{name}: got last dimension {given.shape[-1]}; takes head_dim = {self.head_dim}"
-                )
+                raise ValueError(f"{name}: got last dimension {given.shape[-1]}; takes head_dim = {self.head_dim}")
         root = math.sqrt(self.scale)
         return self._relative_variance(x.double() * root, y.double() * root)
 

@@ -98,7 +98,8 @@ def to_log_space(
         return LogSpace(q, k, None, last, kept, log_norm)
     if decay is not None:
         # Rounding in the scan must not turn a decay positive; the gradient stays the user's.
-        forget = decay + ((forget + decay).clamp(max=0.0) - decay).detach()
+        total = decay + ((forget + decay).clamp(max=0.0) - decay).detach()
+        forget = torch.where(decay == _EMPTY, decay, total)
     return LogSpace(q, k, forget, last, None, log_norm)
 
 
