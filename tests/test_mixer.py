@@ -27,7 +27,7 @@ def arguments(mixer: phistate.Mixer) -> dict:
     return {name: x.requires_grad_() for name, x in tensors.items()}
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda mixer: mixer.name)
+@pytest.mark.parametrize("mixer", PRESETS.values(), ids=lambda mixer: mixer.name)
 def test_three_forms_of_every_preset(mixer):
     tensors = arguments(mixer)
     phi = mixer.make_feature_map(8)
