@@ -175,9 +175,7 @@ def compare(
             for b in range(batch)
             for h in range(kv_heads)
         ]
-    stacked = [
-        torch.stack(parts).reshape(batch, heads, -1).transpose(1, 2) for parts in zip(*per_head, strict=True)
-    ]
+    stacked = [torch.stack(parts).reshape(batch, heads, -1).transpose(1, 2) for parts in zip(*per_head, strict=True)]
     return Comparison(*stacked)
 
 
@@ -322,18 +320,11 @@ def _positions(queries: Tensor | None, length: int, device: torch.device) -> Ten
     """The query positions to look at, checked."""
     if queries is None:
         return torch.arange(length, device=device)
-    if (
-        queries.dim() != 1
-        or queries.numel() == 0
-        or queries.is_floating_point()
-        or queries.dtype == torch.bool
-    ):
+    if queries.dim() != 1 or queries.numel() == 0 or queries.is_floating_point() or queries.dtype == torch.bool:
         shape = f"{queries.dtype} {tuple(queries.shape)}"
         raise ValueError(f"queries: got {shape}; takes a non-empty 1-D integer tensor or None")
     if queries.min() < 0 or queries.max() >= length or (queries.diff() <= 0).any():
-        raise ValueError(
-            f"queries: got {queries.tolist()[:8]}…; takes ascending positions within 0…{length - 1}"
-        )
+        raise ValueError(f"queries: got {queries.tolist()[:8]}…; takes ascending positions within 0…{length - 1}")
     return queries.to(device=device, dtype=torch.int64)
 
 
@@ -373,9 +364,7 @@ class _Weights:
             side = candidate.log_key if isinstance(candidate, ExponentialFeatureMap) else candidate.key
             self.features = side(k[None, :, None], at)[0, :, 0]
 
-    def __call__(
-        self, rows: Tensor, logits: Tensor, at: Tensor, keys: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, rows: Tensor, logits: Tensor, at: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows ``[G,Q,D]``, logits ``[G,Q,J]`` → log|κ̂| ``[G,Q,J]`` and its sign (None: nowhere
         negative)."""
         if self.features is None:
@@ -383,11 +372,7 @@ class _Weights:
             return self.candidate(logits, at, keys), None
         assert isinstance(self.candidate, FeatureMap)
         where = at[None] if self.candidate.positional else None
-        side = (
-            self.candidate.log_query
-            if isinstance(self.candidate, ExponentialFeatureMap)
-            else self.candidate.query
-        )
+        side = self.candidate.log_query if isinstance(self.candidate, ExponentialFeatureMap) else self.candidate.query
         phi_q = side(rows.transpose(0, 1)[None], where)[0].transpose(0, 1)
         phi_k = self.features[: keys.numel()]
         if isinstance(self.candidate, ExponentialFeatureMap):
@@ -416,9 +401,7 @@ def _log_product(log_q: Tensor, log_k: Tensor) -> Tensor:
     return out
 
 
-def _rows(
-    logits: Tensor, log_abs: Tensor, sign: Tensor | None, hidden: Tensor | None, v: Tensor
-) -> list[Tensor]:
+def _rows(logits: Tensor, log_abs: Tensor, sign: Tensor | None, hidden: Tensor | None, v: Tensor) -> list[Tensor]:
     """The fields of `Comparison` for one block: ``[G,Q,J]`` logits and log|κ̂| → each ``[G,Q]``."""
     if hidden is not None:
         logits = logits.masked_fill(hidden, -math.inf)
