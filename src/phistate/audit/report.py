@@ -220,11 +220,11 @@ class Report:
             speed = f"{short(label)} was not timed within the budget"
         else:
             ratio = (softmax.seconds[longest] or math.nan) / (timing.seconds[longest] or math.nan)
-            at = f"{ratio:.2g} times the speed at {longest} tokens"
+            at = f"{ratio:.2g} times softmax's speed at {longest}"
             speed = (
-                f"one layer's attention by {short(label)} is faster than softmax from {timing.crossover} tokens ({at})"
+                f"one layer's attention by {short(label)} is faster from {timing.crossover} tokens up ({at})"
                 if timing.crossover is not None
-                else f"one layer's attention by {short(label)} is never faster than softmax up to there ({at})"
+                else f"one layer's attention by {short(label)} is slower at every length timed ({at})"
             )
         end = max(timing.memory)
         per_token = softmax.memory[end] / end

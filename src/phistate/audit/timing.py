@@ -20,7 +20,8 @@ from phistate.ops.softmax_attention import softmax_attention
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
-_MOST_ROUNDS = 15  # a median of more tells nothing new
+_ROUNDS, _MOST_ROUNDS = 3, 15  # a median needs three; of more than fifteen it tells nothing new
+_ENOUGH = 2.0  # seconds for one length, once it has its three rounds
 _FLOAT32 = 4
 
 
@@ -142,20 +143,21 @@ def crossover(softmax: Mapping[int, float | None], candidate: Mapping[int, float
 def _interleaved(
     runs: Mapping[str, Attend], inputs: tuple[Tensor, Tensor, Tensor], share: float, *, warm_up: bool
 ) -> dict[str, list[float]]:
-    """Seconds of each run, one after the other, round by round until the share of time is used."""
+    """Seconds of each run, one after the other, round by round while that fits in the share of time."""
     if warm_up:
         for attend in runs.values():
             attend(*inputs)
-    stop = time.perf_counter() + share
+    begin = time.perf_counter()
     took: dict[str, list[float]] = {label: [] for label in runs}
-    for _ in range(_MOST_ROUNDS):
+    for done in range(1, _MOST_ROUNDS + 1):
         start = time.perf_counter()
         for label, attend in runs.items():
             before = time.perf_counter()
             attend(*inputs)
             took[label].append(time.perf_counter() - before)
         now = time.perf_counter()
-        if now + (now - start) > stop:  # another round would not end in time
+        ahead = now - begin + (now - start)  # were there another round
+        if ahead > share or (done >= _ROUNDS and ahead > _ENOUGH):
             break
     return took
 

@@ -148,7 +148,7 @@ def _progress(console: Console) -> Iterator[Progress]:
     from rich.progress import Progress as Bars
 
     columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=console, transient=True) as bars:
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
 
         class Shown:
             def stage(self, name: str, steps: int) -> None:

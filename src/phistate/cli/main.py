@@ -34,13 +34,19 @@ def _root(
         typer.echo(context.get_help())
 
 
+def _told(error: Exception) -> str:
+    """What a usage error says; ours name their argument themselves, typer's know it."""
+    if isinstance(error, typer.BadParameter) and error.param is not None:
+        return error.format_message()
+    return error.message if isinstance(error, typer.BadParameter) else str(error)
+
+
 def main() -> None:
     """Run the command; bad input is one line on stderr and exit code 2."""
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:
-        message = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
-        typer.echo(f"phistate: {' '.join(message.split())}", err=True)
+        typer.echo(f"phistate: {' '.join(_told(error).split())}", err=True)
         code = 2
     except typer.Abort:
         typer.echo("phistate: stopped", err=True)

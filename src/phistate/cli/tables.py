@@ -38,7 +38,7 @@ def render(report: Report, console: Console) -> None:
 
 def prices(report: Report) -> Table:
     """What replacing one layer costs, by each candidate; the cheapest marked."""
-    table = _table("Price of replacing one layer, nats per token (* the cheapest; |δ| and sd ε are its medians)")
+    table = _table("Price of one layer, nats per token (* cheapest; |δ|, sd ε: its medians)")
     table.add_column("layer", justify="right")
     table.add_column("entropy", justify="right")
     for label in report.labels:
@@ -59,7 +59,7 @@ def prices(report: Report) -> Table:
 
 def plans(report: Report) -> Table:
     """What replacing the n cheapest layers together costs, on text not used for choosing them."""
-    table = _table("Price of replacing the n cheapest layers together, on other text (± 1 standard error)")
+    table = _table("Price of the n cheapest layers together, on other text (± standard error)")
     table.add_column("n")
     steps = counts(len(report.layers))
     for count in steps:
@@ -74,7 +74,7 @@ def plans(report: Report) -> Table:
 def times(report: Report) -> Table:
     """Time of one layer's attention by length, and what decoding keeps."""
     lengths = list(report.timing(SOFTMAX).seconds)
-    table = _table(f"One layer's attention on this machine, ms ({report.threads} threads, float32, batch 1)")
+    table = _table(f"One layer's attention here, ms ({report.threads} threads, float32, batch 1)")
     table.add_column("tokens")
     for length in lengths:
         table.add_column(str(length), justify="right")
