@@ -461,7 +461,9 @@ def test_a_seed_fixes_everything_but_time(model: nn.Module, tokens: torch.Tensor
     for one in (report, again, other):
         values = one.to_json()
         values["verdict"] = one.verdict()[:2]
-        found.append({name: value for name, value in values.items() if name not in ("timing", "seconds", "seed", "machine")})
+        found.append(
+            {name: value for name, value in values.items() if name not in ("timing", "seconds", "seed", "machine")}
+        )
     assert found[0] == found[1]
     assert found[0] != found[2]
 
