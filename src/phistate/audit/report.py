@@ -215,7 +215,7 @@ class Report:
         label = self._best_map() if self.maps else self.labels[0]
         timing = self.timing(label)
         longest = max((n for n, s in timing.seconds.items() if s and softmax.seconds[n]), default=None)
-        where = f"On this machine ({self.threads} threads, {timing.backend} backend)"
+        where = f"On this machine ({threads(self.threads)}, {timing.backend} backend)"
         if longest is None:
             speed = f"{short(label)} was not timed within the budget"
         else:
@@ -263,6 +263,16 @@ def size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
+
+
+def threads(count: int) -> str:
+    """How many threads, in words.
+
+    Example:
+        >>> threads(1), threads(2)
+        ('1 thread', '2 threads')
+    """
+    return f"{count} thread" if count == 1 else f"{count} threads"
 
 
 def ranges(numbers: Sequence[int]) -> str:

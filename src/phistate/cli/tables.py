@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from phistate.audit.interventions import Price
 from phistate.audit.plan import counts
-from phistate.audit.report import LayerReport, Report, short, size
+from phistate.audit.report import LayerReport, Report, short, size, threads
 from phistate.audit.timing import SOFTMAX
+
+_WIDE = 96  # columns that the plans of thirty layers take with their standard errors
 
 
 def render(report: Report, console: Console) -> None:
@@ -28,17 +31,18 @@ def render(report: Report, console: Console) -> None:
         highlight=False,
     )
     console.print(prices(report))
-    console.print(plans(report))
+    console.print(plans(report, errors=console.width >= _WIDE))
     console.print(times(report))
+    console.print()
     for sentence in report.verdict():
         console.print(f"• {sentence}", highlight=False)
     took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in report.seconds.items())
     console.print(f"[dim]{sum(report.seconds.values()):.0f} s: {took}[/dim]", highlight=False)
 
 
-def prices(report: Report) -> Table:
+def prices(report: Report) -> Group:
     """What replacing one layer costs, by each candidate; the cheapest marked."""
-    table = _table("Price of one layer, nats per token (* cheapest; |δ|, sd ε: its medians)")
+    table = _table()
     table.add_column("layer", justify="right")
     table.add_column("entropy", justify="right")
     for label in report.labels:
@@ -54,12 +58,17 @@ def prices(report: Report) -> Table:
             _plain(best["delta_median"]),
             _plain(best["spread_median"]),
         )
-    return table
+    return _under("Price of one layer, nats per token (* cheapest; |δ|, sd ε: its medians)", table)
 
 
-def plans(report: Report) -> Table:
-    """What replacing the n cheapest layers together costs, on text not used for choosing them."""
-    table = _table("Price of the n cheapest layers together, on other text (± standard error)")
+def plans(report: Report, *, errors: bool = True) -> Group:
+    """What replacing the n cheapest layers together costs, on text not used for choosing them.
+
+    Args:
+        report: what the audit found.
+        errors: show standard errors too, for which 80 columns are too few.
+    """
+    table = _table()
     table.add_column("n")
     steps = counts(len(report.layers))
     for count in steps:
@@ -67,14 +76,15 @@ def plans(report: Report) -> Table:
     for name in dict.fromkeys(measured.plan.name for measured in report.plans):
         found = [report.plan(name, count) for count in steps]
         if all(found):
-            table.add_row(short(name), *(f"{m.price.cost:+.3f} ±{m.price.standard_error:.3f}" for m in found if m))
-    return table
+            table.add_row(short(name), *(_sum(m.price, errors) for m in found if m))
+    how = " (± standard error)" if errors else ""
+    return _under(f"Price of the n cheapest layers together, nats per token of other text{how}", table)
 
 
-def times(report: Report) -> Table:
+def times(report: Report) -> Group:
     """Time of one layer's attention by length, and what decoding keeps."""
     lengths = list(report.timing(SOFTMAX).seconds)
-    table = _table(f"One layer's attention here, ms ({report.threads} threads, float32, batch 1)")
+    table = _table()
     table.add_column("tokens")
     for length in lengths:
         table.add_column(str(length), justify="right")
@@ -88,13 +98,20 @@ def times(report: Report) -> Table:
             size(timing.memory[lengths[-1]]),
         )
     backends = {timing.backend for timing in report.timings if timing.label not in (SOFTMAX, *report.baselines)}
-    if backends:
-        table.caption = f"linear maps by the {' and '.join(sorted(backends))} backend; – not within the time budget"
-    return table
+    notes = [f"linear maps by the {' and '.join(sorted(backends))} backend"] if backends else []
+    if any(seconds is None for timing in report.timings for seconds in timing.seconds.values()):
+        notes.append("– not within the time budget")
+    title = f"One layer's attention here, ms ({'; '.join([threads(report.threads) + ', float32', *notes])})"
+    return _under(title, table)
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+
+
+def _under(title: str, table: Table) -> Group:
+    """A title may be wider than its table, which a table's own may not."""
+    return Group(Text(f"\n{title}", style="italic"), table)
 
 
 def _heading(label: str) -> Text:
@@ -107,14 +124,20 @@ def _cell(layer: LayerReport, label: str, threshold: float) -> Text:
     cost = layer.candidates[label].price.cost
     cheapest = label == layer.cheapest
     style = "bold green" if cheapest and cost < threshold else "bold" if cheapest else ""
-    return Text(f"{cost:+.4f}" + ("*" if cheapest else " "), style=style)
+    return Text(f"{cost:+.3f}" + ("*" if cheapest else " "), style=style)
+
+
+def _sum(price: Price, errors: bool) -> str:
+    return f"{price.cost:+.3f} ±{price.standard_error:.3f}" if errors else f"{price.cost:+.3f}"
 
 
 def _plain(value: float | None) -> str:
-    """Three digits, or ∞ for what JSON has no number for."""
+    """Two digits of what is not negative, or ∞ for what JSON has no number for."""
     if value is None:
         return "∞"
-    return f"{value:.2f}" if 0.01 <= abs(value) < 1000 else f"{value:.0e}" if value else "0"
+    if value == 0 or 0.01 <= value < 100:
+        return f"{value:.2g}"
+    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") if value < 0.01 or value >= 1000 else f"{value:.0f}"
 
 
 def _milliseconds(seconds: float | None) -> str:
