@@ -89,7 +89,10 @@ def audit(
         choose = Recording(model, found, text.choose)
         progress.step()
         on = _select(choose, layers)
+        shape = _shape(choose, on)
+        left_out = sorted(layer for layer, inputs in choose.inputs.items() if not inputs.plain)
         measured_on = Recording(model, found, text.measure)
+        measured_on.inputs.clear()  # only its losses are wanted, and this is most of the memory
         progress.step()
 
     progress.stage("pricing layers", len(on) * len(candidates))
@@ -130,7 +133,6 @@ def audit(
 
         measured = measure(plans, together, progress.step)
 
-    shape = _shape(measured_on, on)
     mixings.clear()
     with _clock(took, "timing"):
         progress.stage("timing", len(lengths))
@@ -147,7 +149,7 @@ def audit(
         seed=seed,
         baselines=baselines,
         all_layers=len(found),
-        left_out=sorted(layer for layer, inputs in measured_on.inputs.items() if not inputs.plain),
+        left_out=left_out,
         threshold=THRESHOLD,
         loss_choose=choose.loss,
         loss_measure=measured_on.loss,
