@@ -89,10 +89,10 @@ class FittedFeatureMap(FeatureMap):
 class FavorPlusPlus(FittedFeatureMap, RandomFeatureMap, ExponentialFeatureMap):
     """Optimal positive random features (OPRF, FAVOR++): FAVOR+ damped so that every feature is bounded.
 
-    φ(x) = m^-½ (1−4A)^{D/4} exp(A‖ω‖² + √(1−4A) ω·x − ‖x‖²/2), unbiased for every A < 1/8. With u = 1 − 8A
-    the relative variance for independent rows is [((1+u)/2)^D u^{−D/2} exp(‖x+y‖²/u) − 1]/m. ``fit`` takes
-    the A that is best for r = E‖x+y‖²: u = [(D+2r) + √((D+2r)² + 8Dr)] / 2D, so A ≤ 0, and A = 0 (which is
-    FAVOR+) only for r = 0.
+    φ(x) = m^-½ (1−4A)^{D/4} exp(A‖ω‖² + √(1−4A) ω·x − ‖x‖²/2) is unbiased, with a finite variance for A <
+    1/8. With u = 1 − 8A the relative variance for independent rows is [((1+u)/2)^D u^{−D/2} exp(‖x+y‖²/u) −
+    1]/m. ``fit`` takes the A that is best for r = E‖x+y‖²: u = [(D+2r) + √((D+2r)² + 8Dr)] / 2D, so A ≤ 0,
+    and A = 0 (which is FAVOR+) only for r = 0.
 
     Args:
         head_dim: D.

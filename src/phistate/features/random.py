@@ -134,7 +134,7 @@ class FavorPlus(PositiveRandomFeatures):
 
 
 class Simplex(PositiveRandomFeatures):
-    """FAVOR+ with the rows of a block along a randomly turned simplex, the arrangement of least variance.
+    """FAVOR+ with the rows of a block along a randomly turned simplex: less variance than orthogonal rows.
 
     φ(x) = exp(Ωx − ‖x‖²/2) / √m, with pairwise products −1/(D−1) between the directions of a block of D rows
     and independent chi(D) norms.
