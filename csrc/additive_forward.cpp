@@ -3,8 +3,6 @@
 //   O = scale·(D[t][start] ⊙ Q S + A (βV))
 //   S ← D[end][start] ⊙ S + (D[end][j] ⊙ K)ᵀ (βV)
 // The normaliser is the same with a column of ones for V, done by dot products beside.
-#include <new>
-
 #include "additive.h"
 #include "vector_decay.h"
 
@@ -26,14 +24,14 @@ struct Unit {
     const Span span;
     phistate::Scratch scratch;
     float *k, *kt, *v, *q, *out, *scores, *between, *states, *normalisers, *s, *z, *rate;
-    VectorDecay<C>* decayed = nullptr;
+    VectorDecay<C> decayed;
     float since[C], write[C], denominators[C];
     Tokens<C> tokens;
     Ahead ahead;
 
     Unit(const phistate_additive& call, int64_t sequence, int64_t head_begin, int64_t head_end, int64_t first, int64_t width)
         : call(call), heads(call), sequence(sequence), head_begin(head_begin), head_end(head_end), first(first), width(width),
-          key_dim(call.key_dim), kp(round_up(call.key_dim, L)), vp(round_up(width, L)), span(span_of(call, sequence)) {
+          key_dim(call.key_dim), kp(round_up(call.key_dim, L)), vp(round_up(width, L)), span(span_of(call, sequence)), decayed(scratch, vector() ? kp : 0) {
         k = scratch.floats(C * kp);
         kt = scratch.floats(C * kp);
         q = scratch.floats(C * kp);
@@ -45,7 +43,6 @@ struct Unit {
         normalisers = scratch.floats((head_end - head_begin) * kp);
         if (vector()) {
             rate = scratch.floats(C * kp);
-            decayed = new (scratch.bytes(sizeof(VectorDecay<C>))) VectorDecay<C>(scratch, kp);
         }
     }
 
@@ -83,7 +80,7 @@ struct Unit {
         if (vector()) {
             pack(call.decay, span.batch, time, head, rows, 0, key_dim, nullptr, tokens.mask, rate, kp, C);
             for (int64_t i = 0; i < C * kp; i += L) store(rate + i, exp(load(rate + i)));
-            decayed->keys(k, rate);
+            decayed.keys(k, rate);
         } else {
             transpose_panel(k, kp, C, kp, kt, C);
             if (decays()) relative_decay<C>(tokens.rate, C, between, since);
@@ -93,8 +90,8 @@ struct Unit {
     // Scores of one query head.
     void score(int64_t rows) {
         if (vector()) {
-            decayed->queries(q);
-            decayed->scores(scores);
+            decayed.queries(q);
+            decayed.scores(scores);
             return;
         }
         product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {scores, C}, Part::LowerOut, &ahead);
@@ -116,7 +113,7 @@ struct Unit {
     // out = what the chunk's queries read; scores unused when not causal.
     void read_state(int64_t time, int64_t rows, int64_t output) {
         const float* gain = decays() && !vector() ? since : nullptr;
-        const float* queries = vector() ? decayed->queries_since_start() : q;
+        const float* queries = vector() ? decayed.queries_since_start() : q;
         product<float>(rows, vectors(width), key_dim, {queries, kp, 1}, {s, vp}, {out, vp, nullptr, 0, gain}, Part::All, &ahead);
         if (call.causal) product<float>(rows, vectors(width), rows, {scores, C, 1}, {v, vp}, {out, vp, &kOne}, Part::LowerIn, &ahead);
         if (!call.normalize) return;
@@ -139,8 +136,8 @@ struct Unit {
         const float *keys = k, *keep = &kOne;
         ptrdiff_t keep_step = 0;
         if (vector()) {
-            keys = decayed->keys_until_end();
-            keep = decayed->whole();
+            keys = decayed.keys_until_end();
+            keep = decayed.whole();
             keep_step = 1;
         } else if (decays()) {
             keep = since + C - 1;

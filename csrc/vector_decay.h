@@ -20,8 +20,31 @@ inline void scale_rows(float* a, const float* b, ptrdiff_t ld, int64_t rows, int
         for (int64_t r = 0; r < rows; ++r) store(a + r * ld + c, load(b + r * ld + c) * f);
     }
 }
+inline void add(float* a, const float* b, int64_t n) {
+    for (int64_t i = 0; i < n; i += L) store(a + i, load(a + i) + load(b + i));
+}
 inline void multiply(float* a, const float* b, const float* c, int64_t n) {
     for (int64_t i = 0; i < n; i += L) store(a + i, load(b + i) * load(c + i));
+}
+
+// d[t] += Σ_{i≥t} x[i]⊙y[i], and d[t] += Σ_{j<t} x[j]⊙y[j]: decays' gradients, see additive_backward.cpp.
+inline void sum_from_end(const float* x, const float* y, ptrdiff_t ld, int64_t rows, int64_t columns, float* d) {
+    for (int64_t c = 0; c < columns; c += L) {
+        F total = zero();
+        for (int64_t i = (rows - 1) * ld + c; i >= 0; i -= ld) {
+            total = fma(load(x + i), load(y + i), total);
+            store(d + i, load(d + i) + total);
+        }
+    }
+}
+inline void sum_from_start(const float* x, const float* y, ptrdiff_t ld, int64_t rows, int64_t columns, float* d) {
+    for (int64_t c = 0; c < columns; c += L) {
+        F total = zero();
+        for (int64_t i = c; i < rows * ld; i += ld) {
+            store(d + i, load(d + i) + total);
+            total = fma(load(x + i), load(y + i), total);
+        }
+    }
 }
 
 // One block of kDirect tokens, pair by pair.
@@ -44,25 +67,30 @@ inline void direct_scores(const float* q, const float* k, const float* rate, ptr
     }
 }
 
-// Gradients of one block's scores: adds to dq and dk. Both sums are taken by Horner's rule over the rates.
+// Gradients of one block's scores: adds to dq, dk and, unless null, d_decay. Sums go by Horner's rule over rates.
 inline void direct_gradients(const float* q, const float* k, const float* rate, ptrdiff_t ld, int64_t columns, const float* d_scores,
-                             ptrdiff_t scores_ld, float* dq, float* dk) {
+                             ptrdiff_t scores_ld, float* dq, float* dk, float* d_decay) {
     for (int64_t c = 0; c < columns; c += L) {
+        F passed[kDirect];  // what pairs of two different tokens give to d_decay, query's side less key's
         for (int t = 0; t < kDirect; ++t) {
             F total = zero();
-            for (int j = 0; j <= t; ++j) {
-                if (j > 0) total *= load(rate + j * ld + c);
-                total = fma(splat(d_scores[t * scores_ld + j]), load(k + j * ld + c), total);
-            }
+            for (int j = 0; j < t; ++j) total = load(rate + (j + 1) * ld + c) * fma(splat(d_scores[t * scores_ld + j]), load(k + j * ld + c), total);
+            passed[t] = load(q + t * ld + c) * total;
+            total = fma(splat(d_scores[t * scores_ld + t]), load(k + t * ld + c), total);
             store(dq + t * ld + c, load(dq + t * ld + c) + total);
         }
         for (int j = 0; j < kDirect; ++j) {
             F total = zero();
-            for (int t = kDirect - 1; t >= j; --t) {
-                if (t < kDirect - 1) total *= load(rate + (t + 1) * ld + c);
-                total = fma(splat(d_scores[t * scores_ld + j]), load(q + t * ld + c), total);
-            }
+            for (int t = kDirect - 1; t > j; --t) total = load(rate + t * ld + c) * fma(splat(d_scores[t * scores_ld + j]), load(q + t * ld + c), total);
+            passed[j] -= load(k + j * ld + c) * total;
+            total = fma(splat(d_scores[j * scores_ld + j]), load(q + j * ld + c), total);
             store(dk + j * ld + c, load(dk + j * ld + c) + total);
+        }
+        if (!d_decay) continue;
+        F total = zero();
+        for (int t = kDirect - 1; t > 0; --t) {
+            total += passed[t];
+            store(d_decay + t * ld + c, load(d_decay + t * ld + c) + total);
         }
     }
 }
@@ -75,6 +103,7 @@ public:
     static constexpr int kLevels = Tokens == kDirect ? 1 : Tokens == 2 * kDirect ? 2 : Tokens == 4 * kDirect ? 3 : 4;
     static_assert(Tokens == kDirect << (kLevels - 1) && Tokens % L == 0);
 
+    // columns 0: not to be used, takes no memory.
     VectorDecay(phistate::Scratch& scratch, int64_t columns) : ld_(columns) {
         since_ = scratch.floats(Tokens * ld_);
         until_ = scratch.floats(Tokens * ld_);
@@ -156,24 +185,30 @@ public:
     }
 
     // On entry dq and dk hold the gradients of queries_since_start and keys_until_end; on return those of the
-    // queries and the keys, d_scores [Tokens, Tokens] (its lower triangle) included.
-    void gradients(const float* d_scores, float* dq, float* dk) const {
+    // queries and the keys, d_scores [Tokens, Tokens] (its lower triangle) included. d_decay, unless null, gets
+    // what passes between tokens of the chunk.
+    void gradients(const float* d_scores, float* dq, float* dk, float* d_decay) {
         for (int l = kLevels - 2; l >= 0; --l) {
             const int64_t h = kDirect << l;
             for (int64_t b = 0; b < Tokens; b += 2 * h) {
-                float *dq_right = dq + (b + h) * ld_, *dk_left = dk + b * ld_;
+                const int64_t left = b * ld_, right = (b + h) * ld_;
                 const float* d = d_scores + (b + h) * Tokens + b;
-                scale_rows(dq_right, dq_right, ld_, h, ld_, block(whole_[l], l, b));
-                scale_rows(dk_left, dk_left, ld_, h, ld_, block(whole_[l], l, b + h));
-                product<float>(h, ld_ / L, h, {d, Tokens, 1}, {k_[l] + b * ld_, ld_}, {dq_right, ld_, &kOne});
-                product<float>(h, ld_ / L, h, {d, 1, Tokens}, {q_[l] + (b + h) * ld_, ld_}, {dk_left, ld_, &kOne});
+                scale_rows(dq + right, dq + right, ld_, h, ld_, block(whole_[l], l, b));
+                scale_rows(dk + left, dk + left, ld_, h, ld_, block(whole_[l], l, b + h));
+                float* part = kt_;
+                product<float>(h, ld_ / L, h, {d, Tokens, 1}, {k_[l] + left, ld_}, {part, ld_});
+                if (d_decay) sum_from_end(q_[l] + right, part, ld_, h, ld_, d_decay + right);
+                add(dq + right, part, h * ld_);
+                product<float>(h, ld_ / L, h, {d, 1, Tokens}, {q_[l] + right, ld_}, {part, ld_});
+                if (d_decay) sum_from_start(k_[l] + left, part, ld_, h, ld_, d_decay + left);
+                add(dk + left, part, h * ld_);
             }
         }
         multiply(dq, dq, since_, Tokens * ld_);
         multiply(dk, dk, until_, Tokens * ld_);
         for (int64_t b = 0; b < Tokens; b += kDirect)
             direct_gradients(query_ + b * ld_, key_ + b * ld_, rate_ + b * ld_, ld_, ld_, d_scores + b * Tokens + b, Tokens,
-                             dq + b * ld_, dk + b * ld_);
+                             dq + b * ld_, dk + b * ld_, d_decay ? d_decay + b * ld_ : nullptr);
     }
 
 private:
