@@ -1,0 +1,64 @@
+"""What a backend is: something that runs a checked call, or says why it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One request to run the equation: arguments checked, features ready, shapes agreed.
+
+    ``q [B,T,Hq,K]``, ``k [B,T,Hk,K]``, ``v [B,T,Hv,V]``; ``decay [Hs] | [B,T,Hs] | [B,T,Hs,K]``; ``beta [B,T,Hs]``;
+    initial state ``s [N,Hs,K,V]`` and ``z [N,Hs,K]`` in :attr:`accumulation`, N = B or the number of packed sequences;
+    ``mask [B,T]`` bool; ``cu_seqlens [N+1]`` int64 on the CPU.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor | None
+    beta: Tensor | None
+    write: str
+    normalize: bool
+    scale: float
+    causal: bool
+    qk_l2norm: bool
+    s: Tensor | None
+    z: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    form: str
+
+    @property
+    def state_heads(self) -> int:
+        """Hs, how many states there are."""
+        return max(self.k.shape[2], self.v.shape[2])
+
+    @property
+    def sequences(self) -> int:
+        """N, how many independent sequences the call holds."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+
+    @property
+    def accumulation(self) -> torch.dtype:
+        """The type of states and sums: float64 for float64 inputs, float32 for all others."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+class Backend(Protocol):
+    """Runs calls of :func:`phistate.linear_attention`."""
+
+    name: str
+
+    def reasons_against(self, call: Call) -> list[str]:
+        """Why this backend cannot run ``call``; empty when it can."""
+        ...
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The output ``[B,T,Ho,V]`` and the final s ``[N,Hs,K,V]`` and z ``[N,Hs,K]`` (None unless normalised)."""
+        ...

@@ -1,0 +1,123 @@
+"""Backend ``torch``: the reference, on any device and in any floating type."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from phistate.ops import reference
+from phistate.ops.backends.base import Call
+
+# Below this many steps a loop over time costs less than setting up a chunk.
+_FEW_STEPS = 4
+
+
+class TorchBackend:
+    """Brings a call into the layout of :mod:`phistate.ops.reference` and runs one of its forms."""
+
+    name = "torch"
+
+    def reasons_against(self, call: Call) -> list[str]:
+        """The reference runs everything."""
+        return []
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See :class:`~phistate.ops.backends.base.Backend`."""
+        q, k, v, decay, beta = _prepare(call)
+        T = k.shape[2]
+        S = _initial(call, k, v)
+        if call.cu_seqlens is None:
+            o, S = _form(call, T)(q, k, v, decay, beta, call.write, S)
+        else:
+            pieces, states = [], []
+            bounds = call.cu_seqlens.tolist()
+            for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
+                piece, state = _form(call, stop - start)(
+                    q[:, :, :, start:stop],
+                    k[:, :, start:stop],
+                    v[:, :, start:stop],
+                    None if decay is None else decay[:, :, start:stop],
+                    None if beta is None else beta[:, :, start:stop],
+                    call.write,
+                    S[n : n + 1],
+                )
+                pieces.append(piece)
+                states.append(state)
+            o = torch.cat(pieces, 3) if pieces else q.new_zeros(*q.shape[:4], v.shape[-1])
+            S = torch.cat(states, 0) if states else S
+        z = None
+        if call.normalize:
+            o, S, z = divide(o[..., :-1], o[..., -1:]), S[..., :-1], S[..., -1]
+        else:
+            o = o * call.scale
+        o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        return o.to(call.q.dtype), S, z
+
+
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator, with a zero row where the denominator is exactly zero."""
+    empty = denominator == 0
+    return (numerator / denominator.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+
+
+def _form(call: Call, T: int) -> reference.Form:
+    if not call.causal:
+        return reference.bidirectional if call.form != "parallel" else _bidirectional_parallel
+    if call.form == "auto":
+        return reference.recurrent if T <= _FEW_STEPS else reference.chunked
+    return reference.FORMS[call.form]
+
+
+def _bidirectional_parallel(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, write: str, S: Tensor
+) -> tuple[Tensor, Tensor]:
+    u = v if beta is None else beta * v
+    return q @ S.unsqueeze(2) + (q @ k.unsqueeze(2).mT) @ u.unsqueeze(2), S + k.mT @ u
+
+
+def _prepare(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """q ``[B,Hs,G,T,K]``, k, v, decay and beta ``[B,Hs,T,·]``, in the accumulation type; padded steps made void."""
+    heads = call.state_heads
+    q, k, v = (x.to(call.accumulation) for x in (call.q, call.k, call.v))
+    padded = None if call.mask is None else ~call.mask[:, :, None, None]
+    if padded is not None:
+        q, k, v = (x.masked_fill(padded, 0.0) for x in (q, k, v))
+    if call.qk_l2norm:
+        # 1e-6 is part of the models' definition of this norm, not a guard of ours.
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    if call.normalize:
+        ones = v.new_ones(*v.shape[:-1], 1)
+        v = torch.cat([v, ones if padded is None else ones.masked_fill(padded, 0.0)], -1)
+    q = _to_heads(q, max(q.shape[2], heads)).unflatten(1, (heads, -1))
+    k, v = _to_heads(k, heads), _to_heads(v, heads)
+
+    decay = call.decay
+    if decay is not None:
+        decay = decay.to(call.accumulation)
+        if decay.ndim == 1:
+            decay = decay.expand(*call.k.shape[:2], heads)
+        if decay.ndim == 3:
+            decay = decay.unsqueeze(-1)
+        if padded is not None:
+            decay = decay.masked_fill(padded, 0.0)
+        decay = decay.transpose(1, 2)
+    beta = call.beta
+    if beta is not None:
+        beta = beta.to(call.accumulation).unsqueeze(-1)
+        if padded is not None:
+            beta = beta.masked_fill(padded, 0.0)
+        beta = beta.transpose(1, 2)
+    return q, k, v, decay, beta
+
+
+def _to_heads(x: Tensor, heads: int) -> Tensor:
+    """``[B,T,h,D] -> [B,heads,T,D]``, head i taken from head i // (heads // h)."""
+    return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
+
+
+def _initial(call: Call, k: Tensor, v: Tensor) -> Tensor:
+    if call.s is None:
+        return k.new_zeros(call.sequences, call.state_heads, k.shape[-1], v.shape[-1])
+    return call.s if call.z is None else torch.cat([call.s, call.z.unsqueeze(-1)], -1)

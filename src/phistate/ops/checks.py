@@ -1,0 +1,101 @@
+"""Checks of arguments that several ops share: each failure names the argument, what came and what is taken."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_layout(*, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k, v are ``[B,T,H,·]`` of one batch, one length, one dtype and one device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}; takes a torch.Tensor")
+        if x.ndim != 4:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}; takes [B,T,H,D]")
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q: got {q.dtype}; takes float64, float32, bfloat16 or float16")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: got {x.dtype}; takes {q.dtype}, as q has")
+        if x.device != q.device:
+            raise ValueError(f"{name}: got device {x.device}; takes {q.device}, where q is")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: got batch {x.shape[0]}; takes {q.shape[0]}, as q has")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"v: got length {v.shape[1]}; takes {k.shape[1]}, as k has")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: got last dimension {k.shape[-1]}; takes {q.shape[-1]}, as q has")
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """One length, and head counts that each divide the largest."""
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(f"k: got length {k.shape[1]}; takes {q.shape[1]}, as q has")
+    most = max(x.shape[2] for x in (q, k, v))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[2] == 0 or most % x.shape[2]:
+            raise ValueError(f"{name}: got {x.shape[2]} heads; takes a count that divides the largest, {most}")
+    states = max(k.shape[2], v.shape[2])
+    for name, x in (("k", k), ("v", v)):
+        if states % x.shape[2]:
+            raise ValueError(f"{name}: got {x.shape[2]} heads; takes a count that divides the states' {states}")
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}: got {value!r}; takes {', '.join(map(repr, choices))}")
+
+
+def check_mask(mask: Tensor | None, x: Tensor) -> None:
+    """``mask`` is a bool tensor ``[B,T]`` beside ``x [B,T,…]``, or None."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask: got {got}; takes a bool tensor, True = token")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"mask: got shape {tuple(mask.shape)}; takes [B,T] = {tuple(x.shape[:2])}")
+    if mask.device != x.device:
+        raise ValueError(f"mask: got device {mask.device}; takes {x.device}, where q is")
+
+
+def check_side_input(name: str, x: Tensor | None, q: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+    """``x`` is None or has one of ``shapes``, q's device, and q's dtype or float32."""
+    if x is None:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}; takes a torch.Tensor or None")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}; takes {' or '.join(map(str, dict.fromkeys(shapes)))}")
+    if x.dtype not in (q.dtype, torch.float32):
+        raise TypeError(f"{name}: got {x.dtype}; takes {q.dtype} or torch.float32")
+    if x.device != q.device:
+        raise ValueError(f"{name}: got device {x.device}; takes {q.device}, where q is")
+
+
+def sequence_bounds(cu_seqlens: Tensor | None, x: Tensor) -> list[int] | None:
+    """The offsets of packed sequences in ``x [1,T,…]`` as a list; None without packing."""
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: got {got}; takes an int32 or int64 tensor")
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}; takes [N+1]")
+    if x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: got it with batch {x.shape[0]}; takes batch 1, sequences packed along T")
+    bounds: list[int] = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens: got a first offset of {bounds[0]}; takes 0")
+    if any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(f"cu_seqlens: got {bounds}, which decreases; takes offsets that never do")
+    if bounds[-1] != x.shape[1]:
+        raise ValueError(f"cu_seqlens: got a last offset of {bounds[-1]}; takes T = {x.shape[1]}")
+    return bounds

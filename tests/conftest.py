@@ -1,0 +1,28 @@
+"""Settings every test runs under."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def poisoned_allocations():
+    """Uninitialised memory is NaN, so a kernel that reads what it never wrote fails."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors only pay for threads; a test of threads asks for them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

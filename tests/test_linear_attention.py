@@ -1,0 +1,319 @@
+"""What the op refuses, and how it says so; feature maps, log space and states through the op."""
+
+import pytest
+import torch
+
+import phistate
+from phistate import linear_attention
+
+Q = torch.rand(2, 6, 4, 8)
+K = torch.rand(2, 6, 2, 8)
+V = torch.rand(2, 6, 2, 3)
+
+
+def offsets(*values):
+    return torch.tensor(values)
+
+
+BAD = {
+    "rank of q": ({"q": Q[0]}, ValueError, r"q: got shape \(6, 4, 8\); takes \[B,T,H,D\]"),
+    "rank of v": ({"v": V[..., 0]}, ValueError, "v: got shape"),
+    "not a tensor": ({"k": K.tolist()}, TypeError, "k: got list"),
+    "integers": ({"q": Q.long(), "k": K.long(), "v": V.long()}, TypeError, "q: got torch.int64"),
+    "heads of k": (
+        {"k": torch.rand(2, 6, 3, 8)},
+        ValueError,
+        "k: got 3 heads; takes a count that divides the largest, 4",
+    ),
+    "heads of the states": (
+        {"q": torch.rand(2, 6, 12, 8), "k": torch.rand(2, 6, 4, 8), "v": torch.rand(2, 6, 6, 3)},
+        ValueError,
+        "k: got 4 heads; takes a count that divides the states' 6",
+    ),
+    "no heads": ({"q": Q[:, :, :0]}, ValueError, "q: got 0 heads"),
+    "dtype of k": ({"k": K.double()}, TypeError, "k: got torch.float64; takes torch.float32"),
+    "device of v": ({"v": V.to("meta")}, ValueError, "v: got device meta; takes cpu"),
+    "batch of v": ({"v": V[:1]}, ValueError, "v: got batch 1; takes 2"),
+    "length of k": ({"k": K[:, :5], "v": V[:, :5]}, ValueError, "k: got length 5; takes 6"),
+    "length of v": ({"v": V[:, :5]}, ValueError, "v: got length 5; takes 6"),
+    "size of k": ({"k": K[..., :5]}, ValueError, "k: got last dimension 5; takes 8"),
+    "positive decay": ({"decay": torch.tensor([-1.0, 176.0])}, ValueError, "decay: got a maximum of 176; takes"),
+    "NaN decay": ({"decay": torch.tensor([-1.0, float("nan")])}, ValueError, "decay: got a maximum of nan; takes"),
+    "shape of decay": ({"decay": -torch.rand(4)}, ValueError, r"decay: got shape \(4,\); takes \(2,\) or \(2, 6, 2\)"),
+    "dtype of decay": ({"decay": -torch.rand(2).half()}, TypeError, "decay: got torch.float16"),
+    "decay is a number": ({"decay": -0.1}, TypeError, "decay: got float"),
+    "shape of beta": ({"beta": torch.rand(2, 6, 4)}, ValueError, r"beta: got shape \(2, 6, 4\); takes \(2, 6, 2\)"),
+    "write": ({"write": "erase"}, ValueError, "write: got 'erase'; takes 'add', 'delta'"),
+    "form": ({"form": "fast"}, ValueError, "form: got 'fast'; takes 'auto'"),
+    "backend": ({"backend": "tpu"}, ValueError, "backend: got 'tpu'; takes 'auto'"),
+    "signed": ({"signed": "maybe"}, ValueError, "signed: got 'maybe'"),
+    "mask of numbers": ({"mask": torch.ones(2, 6)}, TypeError, "mask: got torch.float32; takes a bool tensor"),
+    "shape of mask": ({"mask": torch.ones(2, 5, dtype=torch.bool)}, ValueError, r"mask: got shape \(2, 5\)"),
+    "packed batch": ({"cu_seqlens": offsets(0, 6)}, ValueError, "cu_seqlens: got it with batch 2"),
+    "delta not causal": ({"causal": False, "write": "delta"}, ValueError, "causal: got False with write='delta'"),
+    "decay not causal": ({"causal": False, "decay": -torch.rand(2)}, ValueError, "causal: got False with a decay"),
+    "feature map": ({"feature_map": torch.exp}, TypeError, "feature_map: got builtin_function_or_method"),
+    "initial state": ({"initial_state": torch.zeros(2, 2, 8, 3)}, TypeError, "initial_state: got Tensor"),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input(changes, error, message):
+    with pytest.raises(error, match=message):
+        linear_attention(**{"q": Q, "k": K, "v": V, **changes})
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        (offsets(1, 6), "a first offset of 1; takes 0"),
+        (offsets(0, 4, 3, 6), "which decreases"),
+        (offsets(0, 5), "a last offset of 5; takes T = 6"),
+        (offsets(), "takes an int32 or int64 tensor"),
+        (offsets(0.0, 6.0), "takes an int32 or int64 tensor"),
+        (offsets(0, 6)[None], r"got shape \(1, 2\)"),
+    ],
+)
+def test_bad_packing(bounds, message):
+    with pytest.raises((ValueError, TypeError), match=f"cu_seqlens: .*{message}"):
+        linear_attention(Q[:1], K[:1], V[:1], cu_seqlens=bounds)
+
+
+def test_unknown_argument():
+    with pytest.raises(TypeError, match="decays"):
+        linear_attention(Q, K, V, decays=None)
+
+
+def test_bad_state():
+    _, state = linear_attention(Q, K, V, return_state=True)
+    with pytest.raises(ValueError, match="initial_state: got a state without normaliser z"):
+        linear_attention(Q, K, V, normalize=True, initial_state=state)
+    with pytest.raises(ValueError, match="initial_state: got s of shape"):
+        linear_attention(Q[:1], K[:1], V[:1], initial_state=state)
+    with pytest.raises(TypeError, match="initial_state: got torch.float32 on cpu; takes torch.float64"):
+        linear_attention(Q.double(), K.double(), V.double(), initial_state=state)
+
+
+def test_a_state_knows_its_map():
+    one, other = (
+        phistate.feature_map("favor+", head_dim=8, num_features=16, generator=torch.Generator().manual_seed(s))
+        for s in (1, 2)
+    )
+    _, state = linear_attention(Q, K, V, feature_map=one, normalize=True, return_state=True)
+    linear_attention(Q, K, V, feature_map=one, normalize=True, initial_state=state)
+    for phi in (other, None):
+        with pytest.raises(ValueError, match="initial_state: got"):
+            linear_attention(
+                *((Q, K, V) if phi is not None else (torch.rand(2, 6, 4, 16), torch.rand(2, 6, 2, 16), V)),
+                feature_map=phi,
+                normalize=True,
+                initial_state=state,
+            )
+
+
+def test_a_signed_map_needs_leave():
+    phi = phistate.feature_map("rff", head_dim=8, num_features=16)
+    with pytest.raises(ValueError, match="feature_map: got .* whose weights may be negative"):
+        linear_attention(Q, K, V, feature_map=phi, normalize=True)
+    linear_attention(Q, K, V, feature_map=phi, normalize=True, signed="allow")
+    linear_attention(Q, K, V, feature_map=phi)
+
+
+def test_a_position_beyond_the_last():
+    phi = phistate.feature_map("cosformer", head_dim=8, max_length=8)
+    _, state = linear_attention(Q, K, V, feature_map=phi, normalize=True, return_state=True)
+    with pytest.raises(ValueError, match="positions: got"):
+        linear_attention(Q, K, V, feature_map=phi, normalize=True, initial_state=state)
+
+
+POSITIVE = ["elu", "relu", "exp", "taylor", "favor+", "cosformer", "hedgehog"]
+
+
+def make_map(name, **options):
+    return phistate.feature_map(name, head_dim=8, **options).double()
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_map_is_its_features(name, causal):
+    phi = make_map(name)
+    q, k, v = (x.double() for x in (Q, K, V))
+    positions = torch.arange(6) if phi.positional else None
+    want = linear_attention(phi.query(q, positions), phi.key(k, positions), v, normalize=True, causal=causal)
+    got = linear_attention(q, k, v, feature_map=phi, normalize=True, causal=causal)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    want = linear_attention(phi.query(q, positions), phi.key(k, positions), v, scale=0.3, causal=causal)
+    got = linear_attention(q, k, v, feature_map=phi, scale=0.3, causal=causal)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_positions_pads_and_states_agree(name):
+    phi = make_map(name)
+    q, k, v = (x.double() for x in (Q[:1], K[:1], V[:1]))
+    want, whole = linear_attention(q, k, v, feature_map=phi, normalize=True, return_state=True)
+    first, state = linear_attention(q[:, :2], k[:, :2], v[:, :2], feature_map=phi, normalize=True, return_state=True)
+    rest, state = linear_attention(
+        q[:, 2:], k[:, 2:], v[:, 2:], feature_map=phi, normalize=True, initial_state=state, return_state=True
+    )
+    torch.testing.assert_close(torch.cat([first, rest], 1), want)
+    torch.testing.assert_close(state.s, whole.s)
+    mask = torch.tensor([[False, True, True, False, True, True, True, True]])
+    padded = [x.new_full((1, 8, *x.shape[2:]), float("nan")) for x in (q, k, v)]
+    for x, y in zip(padded, (q, k, v), strict=True):
+        x[mask] = y[0]
+        x.requires_grad_()
+    got = linear_attention(*padded, feature_map=phi, normalize=True, mask=mask)
+    torch.testing.assert_close(got[mask][None], want)
+    for grad in torch.autograd.grad(got.sum(), padded):
+        assert bool(torch.isfinite(grad).all())
+    twice = [torch.cat([x, x[:, :0], x[:, :4]], 1) for x in (q, k, v)]
+    got, packed = linear_attention(
+        *twice, feature_map=phi, normalize=True, cu_seqlens=offsets(0, 6, 6, 10), return_state=True
+    )
+    torch.testing.assert_close(got, torch.cat([want, want[:, :4]], 1))
+    torch.testing.assert_close(packed.s[:1], whole.s)
+    again = linear_attention(
+        *twice, feature_map=phi, normalize=True, cu_seqlens=offsets(0, 6, 6, 10), initial_state=packed
+    )
+    alone = linear_attention(q, k, v, feature_map=phi, normalize=True, initial_state=whole)
+    torch.testing.assert_close(again[:, :6], alone)
+
+
+class TestLogSpace:
+    """Exponential maps streamed with a running maximum: the values of exp, where exp itself has none."""
+
+    @pytest.fixture
+    def phi(self):
+        return make_map("favor+", num_features=24, generator=torch.Generator().manual_seed(0))
+
+    @pytest.mark.parametrize("shape", [None, (2,), (2, 6, 2), (2, 6, 2, 24)], ids=str)
+    @pytest.mark.parametrize("normalize", [True, False])
+    def test_is_the_plain_map_with_gradients(self, phi, shape, normalize):
+        inputs = [x.double().requires_grad_() for x in (Q, K, V)]
+        decay = None if shape is None else (-3 * torch.rand(shape, dtype=torch.float64)).requires_grad_()
+        wanted = inputs if decay is None else [*inputs, decay]
+        q, k, v = inputs
+        results = []
+        for arguments in (
+            {"q": q, "k": k, "feature_map": phi},
+            {"q": phi.query(q), "k": phi.key(k)},
+        ):
+            o = linear_attention(**arguments, v=v, decay=decay, normalize=normalize, scale=0.4)
+            results.append((o, *torch.autograd.grad(o.cos().sum(), wanted)))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-11)
+
+    @pytest.mark.parametrize("form", ["recurrent", "chunked", "parallel"])
+    @pytest.mark.parametrize("size", [30.0, 300.0])
+    def test_finite_where_exp_is_not(self, phi, form, size):
+        """Log features down to about −1e4; a stream in float32 is the whole in float64."""
+        q, k, v = (
+            x.clone().requires_grad_()
+            for x in (size * torch.randn(2, 90, 2, 8), size * torch.randn(2, 90, 2, 8), torch.randn(2, 90, 2, 3))
+        )
+        o = linear_attention(q, k, v, feature_map=phi, normalize=True, form=form)
+        log_kernel = torch.logsumexp(
+            phi.log_query(q.double()).transpose(1, 2).unsqueeze(3)
+            + phi.log_key(k.double()).transpose(1, 2).unsqueeze(2),
+            -1,
+        )
+        future = torch.ones(90, 90, dtype=torch.bool).triu(1)
+        weights = log_kernel.masked_fill(future, float("-inf")).softmax(-1)
+        want = torch.einsum("bhts,bshv->bthv", weights, v.double())
+        # float32 logarithms of this size carry an error of their own.
+        allowed = 4 * torch.finfo(torch.float32).eps * phi.log_key(k.double()).abs().max().item()
+        assert (o - want).abs().max().item() < max(allowed, 1e-5)
+        for grad in torch.autograd.grad(o.sum(), (q, k, v)):
+            assert bool(torch.isfinite(grad).all())
+        state, pieces = None, []
+        for part in (slice(0, 1), slice(1, 2), slice(2, 70), slice(70, 90)):
+            piece, state = linear_attention(
+                q[:, part],
+                k[:, part],
+                v[:, part],
+                feature_map=phi,
+                normalize=True,
+                form=form,
+                initial_state=state,
+                return_state=True,
+            )
+            pieces.append(piece)
+        assert (torch.cat(pieces, 1) - o).abs().max().item() < max(allowed, 1e-5)
+        assert bool(torch.isfinite(state.s).all())
+
+    def test_a_reset_forgets_the_maximum(self, phi):
+        """A document that ends takes its maximum with it, so that small features after a huge one are not lost."""
+        q, k, v = (x.double() for x in (Q, K, V))
+        k = torch.cat([100 * k[:, :3], k[:, 3:]], 1)
+        decay = torch.zeros(2, 6, 2, dtype=torch.float64)
+        decay[:, 3] = float("-inf")
+        got = linear_attention(q, k, v, feature_map=phi, decay=decay, normalize=True)
+        want = linear_attention(q[:, 3:], k[:, 3:], v[:, 3:], feature_map=phi, normalize=True)
+        torch.testing.assert_close(got[:, 3:], want)
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_a_warm_state_merges_its_scale(self, phi, causal):
+        q, k, v = (x.double() for x in (Q, K, V))
+        for first, second in ((1.0, 50.0), (50.0, 1.0)):
+            _, state = linear_attention(q, first * k, v, feature_map=phi, normalize=True, return_state=True)
+            got = linear_attention(
+                q, second * k, v, feature_map=phi, normalize=True, initial_state=state, causal=causal
+            )
+            keys, values = torch.cat([first * k, second * k], 1), torch.cat([v, v], 1)
+            want = linear_attention(torch.cat([q, q], 1), keys, values, feature_map=phi, normalize=True, causal=causal)
+            torch.testing.assert_close(got, want[:, 6:])
+
+
+class TestState:
+    def make(self):
+        phi = phistate.feature_map("favor+", head_dim=8, num_features=16)
+        return phi, linear_attention(Q, K, V, feature_map=phi, normalize=True, return_state=True)[1]
+
+    def test_save_and_load(self, tmp_path):
+        phi, state = self.make()
+        state.save(tmp_path / "state.safetensors")
+        again = phistate.State.load(tmp_path / "state.safetensors")
+        for name in ("s", "z", "log_scale", "tokens"):
+            assert torch.equal(getattr(state, name), getattr(again, name))
+        assert again.fingerprint == state.fingerprint == phi.fingerprint
+        assert [p.name for p in tmp_path.iterdir()] == ["state.safetensors"]
+
+    def test_load_refuses_other_files(self, tmp_path):
+        from safetensors.torch import save_file
+
+        save_file({"s": torch.zeros(1)}, tmp_path / "weights.safetensors")
+        with pytest.raises(ValueError, match="path: got .*weights.safetensors"):
+            phistate.State.load(tmp_path / "weights.safetensors")
+
+    def test_a_failed_save_leaves_nothing(self, tmp_path):
+        _, state = self.make()
+        (tmp_path / "taken").mkdir()
+        with pytest.raises(OSError, match="taken"):
+            state.save(tmp_path / "taken")
+        assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+
+    def test_reorder_fork_detach(self):
+        _, state = self.make()
+        turned = state.reorder(torch.tensor([1, 0, 1]))
+        assert torch.equal(turned.s[0], state.s[1])
+        assert torch.equal(turned.log_scale[2], state.log_scale[1])
+        assert turned.tokens.shape == (3,)
+        fork = state.fork()
+        fork.s.zero_()
+        assert state.s.abs().sum() > 0
+        live = phistate.State(s=torch.zeros(1, 1, 1, 1, requires_grad=True), tokens=torch.zeros(1, dtype=torch.int64))
+        assert not live.detach().s.requires_grad
+
+    def test_bytes(self):
+        _, state = self.make()
+        assert state.nbytes == 4 * 2 * 2 * 16 * (3 + 1 + 1) + 8 * 2
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [{"s": torch.zeros(2, 3, 4)}, {"z": torch.zeros(2, 3, 5)}, {"tokens": torch.zeros(3, dtype=torch.int64)}],
+    )
+    def test_shapes_that_do_not_fit(self, wrong):
+        good = {"s": torch.zeros(2, 3, 4, 5), "tokens": torch.zeros(2, dtype=torch.int64)}
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got"):
+            phistate.State(**{**good, **wrong})
