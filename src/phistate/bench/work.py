@@ -6,6 +6,7 @@ of C tokens adds (a C×C matrix of scores a head, half of it used), and is what 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -97,8 +98,9 @@ class Linear:
 
     Recurrence, a token and state head: 2KV to write and 2KV to read, and under delta 2KV to read what the key holds.
     Chunks add C(2K + V) a token and head, the scores and half of them times the values; under delta C(2K + 2V), half of
-    Q Kᵀ, half of K Kᵀ, the triangular system and half of the scores times what it solves for. The backward pass recomputes the states and takes, as products of the
-    same size, five where the forward takes two (delta: eight where it takes three).
+    Q Kᵀ, half of K Kᵀ, the triangular system and half of the scores times what it solves for. The backward pass
+    recomputes the states and takes, as products of the same size, five where the forward takes two (delta: eight where
+    it takes three).
 
     Args:
         key_heads: of k; ``query_heads`` None: as many.
@@ -174,7 +176,7 @@ class Linear:
     def call(self, inputs: Inputs, *, backend: str = "auto", form: str = "auto") -> Outputs:
         """:meth:`ours` by one backend, in one form."""
         start = inputs.get("state")
-        result = phistate.linear_attention(
+        result = _attend(
             inputs["q"],
             inputs["k"],
             inputs["v"],
@@ -204,6 +206,7 @@ class Linear:
         return _MAPS[key]
 
 
+_attend: Callable[..., Tensor | tuple[Tensor, State]] = phistate.linear_attention
 _ZERO = torch.zeros(1, dtype=torch.int64)
 _MAPS: dict[tuple[str, int], FeatureMap] = {}
 

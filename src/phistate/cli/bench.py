@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from phistate.bench.cases import Case
     from phistate.bench.render import Results
 
+_PAGE = 180
+"""Columns of a table that goes to a file or a pipe: enough for every cell on one line."""
+
 bench = typer.Typer(name="bench", help="Measure the ops beside their peers.", no_args_is_help=True)
 
 
@@ -63,6 +66,8 @@ def ops(
     except ValueError as error:
         _refuse(f"--{error}")
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PAGE)
     if list_cases:
         console.print(_listing(found))
         return

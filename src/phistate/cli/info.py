@@ -20,8 +20,10 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.
     if as_json:
         typer.echo(json.dumps(asdict(machine), indent=1, ensure_ascii=False))
     else:
-        for name, value in _lines(machine):
-            typer.echo(f"{name:<18}{value}")
+        lines = _lines(machine)
+        width = max(len(name) for name, _ in lines) + 2
+        for name, value in lines:
+            typer.echo(f"{name:<{width}}{value}")
 
 
 def _lines(machine: Machine) -> list[tuple[str, str]]:
@@ -42,5 +44,5 @@ def _lines(machine: Machine) -> list[tuple[str, str]]:
     for name, reasons in machine.backends.items():
         lines.append((f"backend {name}", "; ".join(reasons) or "runs"))
     for name, found in machine.libraries.items():
-        lines.append((name if len(name) < 18 else f"{name} ", found or f"not installed ({OPTIONAL[name]})"))
+        lines.append((name, found or f"not installed ({OPTIONAL[name]})"))
     return lines
