@@ -107,9 +107,7 @@ def test_gradients(name):
     x = vectors(1, 3, 2).requires_grad_()
     parameters = list(phi.parameters())
     for side in sides(phi):
-        torch.autograd.gradcheck(
-            lambda x, *_, side=side: side(x, POSITIONS[:3]) + 0 * x.sum(), (x, *parameters)
-        )
+        torch.autograd.gradcheck(lambda x, *_, side=side: side(x, POSITIONS[:3]) + 0 * x.sum(), (x, *parameters))
 
 
 def test_gradients_stay_finite_where_a_feature_would_overflow():

@@ -61,9 +61,7 @@ def test_slices_and_gather_have_the_same_gradients():
     x = vectors(70, 1).requires_grad_()
     slope = vectors(phi.num_features, seed=1)[:, 0]
     together = torch.autograd.grad((phi.query(x) @ slope).sum(), x)[0]
-    alone = torch.cat(
-        [torch.autograd.grad((phi.query(x[t : t + 1]) @ slope).sum(), x)[0][t : t + 1] for t in (0, 69)]
-    )
+    alone = torch.cat([torch.autograd.grad((phi.query(x[t : t + 1]) @ slope).sum(), x)[0][t : t + 1] for t in (0, 69)])
     torch.testing.assert_close(together[[0, 69]], alone)
 
 

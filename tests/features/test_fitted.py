@@ -79,9 +79,7 @@ def test_sets_of_heads_are_fitted_and_used_one_by_one(build):
             at = 3 * head + group
             expected = alone.query(q[:, :, at : at + 1])
             torch.testing.assert_close(together.query(q)[:, :, at : at + 1], expected)
-        torch.testing.assert_close(
-            together.key(k)[:, :, head : head + 1], alone.key(k[:, :, head : head + 1])
-        )
+        torch.testing.assert_close(together.key(k)[:, :, head : head + 1], alone.key(k[:, :, head : head + 1]))
     with pytest.raises(ValueError, match="with H a multiple of heads = 2"):
         together.query(q[:, :, :3])
 
@@ -131,8 +129,7 @@ def test_oprf_fit_is_the_best_a():
 
 def test_oprf_of_zero_is_favor_plus():
     phi, plain = (
-        cls(D, num_features=6, generator=generator(), **o)
-        for cls, o in ((FavorPlusPlus, {"a": 0.0}), (FavorPlus, {}))
+        cls(D, num_features=6, generator=generator(), **o) for cls, o in ((FavorPlusPlus, {"a": 0.0}), (FavorPlus, {}))
     )
     x, y = vectors(5), vectors(5, seed=1)
     torch.testing.assert_close(phi.log_query(x), plain.log_query(x))
@@ -205,9 +202,7 @@ def test_centring_removes_what_a_common_shift_costs():
     plain = FavorPlus(D, num_features=6, generator=generator())
     here = Centred(FavorPlus(D, num_features=6, generator=generator())).fit(q, k)
     there = Centred(FavorPlus(D, num_features=6, generator=generator())).fit(q + 3, k + 3)
-    torch.testing.assert_close(
-        there.relative_variance(q + 3, k + 3), here.relative_variance(q, k), rtol=1e-4, atol=0
-    )
+    torch.testing.assert_close(there.relative_variance(q + 3, k + 3), here.relative_variance(q, k), rtol=1e-4, atol=0)
     assert (plain.relative_variance(q + 3, k + 3) > 100 * there.relative_variance(q + 3, k + 3)).all()
 
 
@@ -253,9 +248,7 @@ def test_nystrom_survives_landmarks_that_coincide():
     q, k = sample()
     phi = Nystrom(D, num_features=8).fit(q[:, :1].expand(-1, 30, -1, -1) * 0 + 1, k * 0 + 1)
     ones = torch.ones(1, D, dtype=torch.float64)
-    torch.testing.assert_close(
-        (phi.query(ones) * phi.key(ones)).sum().log(), torch.tensor(D * phi.scale).double()
-    )
+    torch.testing.assert_close((phi.query(ones) * phi.key(ones)).sum().log(), torch.tensor(D * phi.scale).double())
 
 
 def test_nystrom_errs_less_with_more_landmarks():
@@ -267,7 +260,5 @@ def test_nystrom_errs_less_with_more_landmarks():
         got = torch.einsum("bthf,bshf->bhts", phi.query(q), phi.key(k))
         errors.append((got / exact - 1).abs().mean())
     assert errors[0] > 4 * errors[1] > 16 * errors[2]
-    with pytest.raises(
-        ValueError, match="q, k: got 720 vectors a set of heads; takes at least num_features = 721"
-    ):
+    with pytest.raises(ValueError, match="q, k: got 720 vectors a set of heads; takes at least num_features = 721"):
         Nystrom(D, num_features=721).fit(q, k)

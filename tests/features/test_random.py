@@ -36,9 +36,7 @@ UNBIASED = {
     "oprf orthogonal": lambda: FavorPlusPlus(D, num_features=6).fit(*sample()),
     "oprf with a given": lambda: FavorPlusPlus(D, num_features=6, a=-0.3),
     "sderf independent": lambda: FavorSharp(D, num_features=6, orthogonal=False).fit(*sample()),
-    "sderf fully balanced": lambda: FavorSharp(D, num_features=6, orthogonal=False, balance="full").fit(
-        *sample()
-    ),
+    "sderf fully balanced": lambda: FavorSharp(D, num_features=6, orthogonal=False, balance="full").fit(*sample()),
     "centred favor+": lambda: Centred(FavorPlus(D, num_features=6)).fit(*sample()),
     "centred oprf": lambda: Centred(FavorPlusPlus(D, num_features=6)).fit(*sample()),
 }

@@ -71,9 +71,7 @@ class FittedFeatureMap(FeatureMap):
         if not given.is_floating_point():
             raise TypeError(f"{name}: got dtype {given.dtype}; takes a floating one")
         if given.ndim < 2 or given.shape[-1] != self.head_dim or not given.numel():
-            raise ValueError(
-                f"{name}: got shape {tuple(given.shape)}; takes [...,H,D], not empty, D = {self.head_dim}"
-            )
+            raise ValueError(f"{name}: got shape {tuple(given.shape)}; takes [...,H,D], not empty, D = {self.head_dim}")
         if given.shape[-2] % self._sets:
             raise ValueError(f"{name}: got {given.shape[-2]} heads; takes a multiple of heads = {self.heads}")
         if not given.isfinite().all():
@@ -288,9 +286,7 @@ def per_head(parameter: Tensor, x: Tensor) -> Tensor:
     if sets == 1:
         return parameter[0]
     if x.ndim < 2 or x.shape[-2] % sets:
-        raise ValueError(
-            f"x: got shape {tuple(x.shape)}; takes [...,H,D] with H a multiple of heads = {sets}"
-        )
+        raise ValueError(f"x: got shape {tuple(x.shape)}; takes [...,H,D] with H a multiple of heads = {sets}")
     return parameter.repeat_interleave(x.shape[-2] // sets, dim=0)
 
 

@@ -58,9 +58,7 @@ class RandomFeatureMap(FeatureMap):
     def _checked(self, name: str, given: Tensor) -> Tensor:
         """One side of a pair whose statistics are asked for, scaled and in float64."""
         if given.shape[-1] != self.head_dim:
-            raise ValueError(
-                f"{name}: got last dimension {given.shape[-1]}; takes head_dim = {self.head_dim}"
-            )
+            raise ValueError(f"{name}: got last dimension {given.shape[-1]}; takes head_dim = {self.head_dim}")
         return given.double() * math.sqrt(self.scale)
 
     @abstractmethod
