@@ -9,6 +9,8 @@ import typer
 
 from phistate import __version__
 from phistate.cli.audit import audit
+from phistate.cli.bench import bench
+from phistate.cli.info import info
 
 app = typer.Typer(
     name="phistate",
@@ -17,6 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(audit)
+app.add_typer(bench)
+app.command()(info)
 
 # Typer gives its usage errors no public name, and their home changed when it took click in.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
