@@ -6,7 +6,12 @@
 #include "phistate.h"
 
 // name, structure: int phistate_<name>(const structure*)
-#define PHISTATE_KERNELS(X) X(additive_forward, phistate_additive) X(delta_forward, phistate_additive) X(delta_backward, phistate_additive) X(delta_step, phistate_additive)
+#define PHISTATE_KERNELS(X)                     \
+    X(additive_forward, phistate_additive)      \
+    X(additive_backward, phistate_additive)     \
+    X(delta_forward, phistate_additive)         \
+    X(delta_backward, phistate_additive)        \
+    X(delta_step, phistate_additive)
 
 namespace phistate {
 
