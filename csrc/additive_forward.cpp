@@ -4,6 +4,7 @@
 //   S ← D[end][start] ⊙ S + (D[end][j] ⊙ K)ᵀ (βV)
 // The normaliser is the same with a column of ones for V, done by dot products beside.
 #include "additive.h"
+#include "additive_step.h"
 #include "vector_decay.h"
 
 namespace PHISTATE_NS {
@@ -41,9 +42,7 @@ struct Unit {
         between = scratch.floats(C * C);
         states = scratch.floats((head_end - head_begin) * kp * vp);
         normalisers = scratch.floats((head_end - head_begin) * kp);
-        if (vector()) {
-            rate = scratch.floats(C * kp);
-        }
+        rate = scratch.floats(vector() ? C * kp : 0);
     }
 
     bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
@@ -222,6 +221,10 @@ struct Unit {
 }  // namespace
 
 int additive_forward(const phistate_additive& call) {
+    if (call.time == 1 && call.causal && !call.cu_seqlens) {
+        step(call);
+        return 0;
+    }
     const Heads heads(call);
     const int64_t states = call.sequences * heads.s, threads = phistate::num_threads();
     // Columns of the state do not meet: where states are fewer than threads, each is cut into strips of values.
