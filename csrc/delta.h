@@ -10,6 +10,9 @@
 #include "additive.h"
 
 namespace PHISTATE_NS {
+
+void delta_step(const phistate_additive& call);  // forward, token by token
+
 namespace delta {
 
 constexpr int C = 32;                  // tokens a chunk: 6D² + 4CD operations a token, and a rank-C update of S

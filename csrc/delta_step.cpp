@@ -100,7 +100,10 @@ struct Step {
 
     void padding(const Span& span, int64_t time, int64_t head) {
         memset(out, 0, vp * sizeof(float));
-        for (int64_t i = 0; i < readers; ++i) unpack(out, vp, 1, value_dim, call.o, span.batch, time, head * readers + i, 0);
+        for (int64_t i = 0; i < readers; ++i) {
+            unpack(out, vp, 1, value_dim, call.o, span.batch, time, head * readers + i, 0);
+            if (call.denominators) call.denominators[(span.batch * call.time + time) * heads.o + head * readers + i] = 0.0f;
+        }
     }
 
     // The state goes from `from` to `to`, which may be the same; z is updated in place.
@@ -136,7 +139,12 @@ struct Step {
             for (int64_t f = 0; f < key_dim; ++f) store(to + f * value_dim + c, load(tail + f * L), left);
         }
         for (int64_t i = 0; i < readers; ++i) {
-            const float gain = call.normalize ? normalise(z, read_queries + i * kp, products[i], beta) : static_cast<float>(call.scale);
+            float gain = static_cast<float>(call.scale);
+            if (call.normalize) {
+                const float below = denominator(z, read_queries + i * kp, products[i], beta);
+                if (call.denominators) call.denominators[(span.batch * call.time + time) * heads.o + head * readers + i] = below;
+                gain = below == 0.0f ? 0.0f : 1.0f / below;
+            }
             scale_each_row(out + i * vp, vp, 1, &gain);
             unpack(out + i * vp, vp, 1, value_dim, call.o, span.batch, time, head * readers + i, 0);
         }
@@ -153,9 +161,8 @@ struct Step {
         }
         return sum(total);
     }
-    float normalise(const float* z, const float* query, float along_key, float beta) const {
-        const float below = read_normaliser(z, query) + along_key * beta * (1.0f - read_normaliser(z, read_key));
-        return below == 0.0f ? 0.0f : 1.0f / below;
+    float denominator(const float* z, const float* query, float along_key, float beta) const {
+        return read_normaliser(z, query) + along_key * beta * (1.0f - read_normaliser(z, read_key));
     }
 
     void run_head(int64_t sequence, int64_t head) {
@@ -185,7 +192,7 @@ struct Step {
 
 }  // namespace
 
-int delta_step(const phistate_additive& call) {
+void delta_step(const phistate_additive& call) {
     const Heads heads(call);
     // A thread is worth waking for some ten thousand entries of state.
     const int64_t grain = most<int64_t>(1, 16384 / most<int64_t>(1, call.key_dim * call.value_dim));
@@ -193,7 +200,6 @@ int delta_step(const phistate_additive& call) {
         Step step(call);
         for (int64_t i = begin; i < end; ++i) step.run_head(i / heads.s, i % heads.s);
     });
-    return 0;
 }
 
 }  // namespace PHISTATE_NS

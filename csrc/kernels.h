@@ -10,8 +10,7 @@
     X(additive_forward, phistate_additive)      \
     X(additive_backward, phistate_additive)     \
     X(delta_forward, phistate_additive)         \
-    X(delta_backward, phistate_additive)        \
-    X(delta_step, phistate_additive)
+    X(delta_backward, phistate_additive)
 
 namespace phistate {
 
