@@ -8,7 +8,9 @@
 // name, structure: int phistate_<name>(const structure*)
 #define PHISTATE_KERNELS(X)                     \
     X(additive_forward, phistate_additive)      \
-    X(additive_backward, phistate_additive)
+    X(additive_backward, phistate_additive)     \
+    X(delta_forward, phistate_additive)         \
+    X(delta_backward, phistate_additive)
 
 namespace phistate {
 
