@@ -8,6 +8,7 @@
 // name, structure: int phistate_<name>(const structure*)
 #define PHISTATE_KERNELS(X)                            \
     X(additive_forward, phistate_additive)             \
+    X(additive_backward, phistate_additive)            \
     X(selective_scan, phistate_selective)              \
     X(selective_scan_backward, phistate_selective)     \
     X(selective_scan_step, phistate_selective_step)    \

@@ -252,6 +252,14 @@ PHISTATE_INLINE void store(T* p, F x, int n) {
 PHISTATE_INLINE F select(I where, F yes, F no) {
     return reinterpret_cast<F>((where & reinterpret_cast<I>(yes)) | (~where & reinterpret_cast<I>(no)));
 }
+// x where a > 0, else 0.
+PHISTATE_INLINE F where_positive(F a, F x) {
+#if defined(PHISTATE_AVX512)
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, zero(), _CMP_GT_OQ), x);
+#else
+    return select(reinterpret_cast<I>(a > zero()), x, zero());
+#endif
+}
 // A NaN in x stays a NaN.
 PHISTATE_INLINE F clamp(F x, float low, float high) {
 #if defined(PHISTATE_AVX512)
