@@ -30,6 +30,8 @@ typedef struct phistate_view {
     int64_t dtype;             /* enum phistate_dtype */
 } phistate_view;
 
+#define PHISTATE_SEGMENT 512 /* tokens between two checkpoints */
+
 /* A call of the additive family, forward and backward. States are dense [N, heads_s, key_dim, value_dim] and
  * [N, heads_s, key_dim] in float32; N = sequences. heads_o = max(heads_q, heads_s). */
 typedef struct phistate_additive {
@@ -48,7 +50,10 @@ typedef struct phistate_additive {
     const float *s0, *z0;                   /* initial state; NULL: zero */
     phistate_view o;                        /* [batch, time, heads_o, value_dim] */
     float *s, *z;                           /* final state; z NULL unless normalize */
-    float* checkpoints;                     /* states kept for backward, or NULL; phistate_additive_checkpoints */
+    /* Kept by forward for backward, or NULL: states every PHISTATE_SEGMENT tokens,
+     * [batch, heads_s, time / PHISTATE_SEGMENT, key_dim * value_dim + (normalize ? key_dim : 0)], and the
+     * denominators [batch, time, heads_o], dense. */
+    float *checkpoints, *denominators;
     /* backward only */
     phistate_view d_o;
     const float *d_s, *d_z;                 /* gradients of the final state; NULL: zero */

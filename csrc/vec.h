@@ -56,7 +56,17 @@ constexpr T most(T a, T b) {
     return a > b ? a : b;
 }
 
-PHISTATE_INLINE F splat(float x) { return F{} + x; }
+PHISTATE_INLINE F splat(float x) {
+#if defined(PHISTATE_AVX512)
+    return _mm512_set1_ps(x);
+#elif defined(PHISTATE_AVX2)
+    return _mm256_set1_ps(x);
+#elif defined(PHISTATE_NEON)
+    return vdupq_n_f32(x);
+#else
+    return F{x, x, x, x};
+#endif
+}
 PHISTATE_INLINE F zero() { return F{}; }
 
 PHISTATE_INLINE F fma(F a, F b, F c) {
@@ -240,6 +250,14 @@ PHISTATE_INLINE void store(T* p, F x, int n) {
 
 PHISTATE_INLINE F select(I where, F yes, F no) {
     return reinterpret_cast<F>((where & reinterpret_cast<I>(yes)) | (~where & reinterpret_cast<I>(no)));
+}
+// x where a > 0, else 0.
+PHISTATE_INLINE F where_positive(F a, F x) {
+#if defined(PHISTATE_AVX512)
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, zero(), _CMP_GT_OQ), x);
+#else
+    return select(reinterpret_cast<I>(a > zero()), x, zero());
+#endif
 }
 // A NaN in x stays a NaN.
 PHISTATE_INLINE F clamp(F x, float low, float high) {

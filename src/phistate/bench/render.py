@@ -175,7 +175,7 @@ def _ratio(ratio: tuple[float, float, float] | None) -> str:
     """The median and its quartiles; as a speed-up where ours is more than five times faster.
 
     >>> _ratio((0.5, 0.6, 0.7)), _ratio((0.01, 0.0125, 0.02))
-    ('0.60 (0.50–0.70)', '80.0× faster (50–100)')
+    ('0.60 (0.50–0.70)', '80× faster (50–100)')
     """
     if ratio is None:
         return "–"
