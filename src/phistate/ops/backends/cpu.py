@@ -40,7 +40,16 @@ class CpuBackend:
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         o, s, z, _, _ = torch.ops.phistate.additive(
             *inputs,
-            *(call.mask, call.cu_seqlens, call.scale, call.normalize, call.causal, delta, call.qk_l2norm and delta, keep),
+            *(
+                call.mask,
+                call.cu_seqlens,
+                call.scale,
+                call.normalize,
+                call.causal,
+                delta,
+                call.qk_l2norm and delta,
+                keep,
+            ),
         )
         return o, s, z if call.normalize else None
 
