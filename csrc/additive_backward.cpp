@@ -58,7 +58,7 @@ struct Unit {
         between = scratch.floats(2 * C * C);
         ds = scratch.floats(vp * kp);
         rate = vector() ? scratch.floats(C * kp) : nullptr;
-        states = scratch.floats((call.causal ? PHISTATE_SEGMENT / C : 1) * vp * kp);
+        states = scratch.zeros((call.causal ? PHISTATE_SEGMENT / C : 1) * vp * kp);
     }
 
     bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
@@ -103,19 +103,16 @@ struct Unit {
 
     // next = state after the chunk read, from the one before.
     void advance(int64_t rows, const float* state, float* next) {
-        float whole = 1.0f;
-        const float* keys = k;
+        const float *keys = k, *keep = &kOne, *from = state;
         if (vector()) {
             scale_rows(next, state, kp, vp, kp, decayed.whole());
             keys = decayed.keys_until_end();
-        } else {
-            memcpy(next, state, vp * kp * sizeof(float));
-            if (decays()) {
-                whole = since[C - 1];
-                for (int64_t j = 0; j < rows; ++j) scale(k + j * kp, kp, until[j]);
-            }
+            from = next;
+        } else if (decays()) {
+            keep = since + C - 1;
+            for (int64_t j = 0; j < rows; ++j) scale(k + j * kp, kp, until[j]);
         }
-        product<float>(wide, kp / L, rows, {v, 1, vp}, {keys, kp}, {next, kp, &whole});
+        product<float>(wide, kp / L, rows, {v, 1, vp}, {keys, kp}, {next, kp, keep, 0, nullptr, from});
     }
 
     static void scale(float* x, int64_t n, float factor) {
@@ -167,8 +164,11 @@ struct Unit {
     void carry(const float* before) {
         F total = zero();
         for (int64_t c = 0; c < kp; c += L) {
-            F x = zero();
-            for (int64_t j = 0; j < wide; ++j) x = fma(load(before + j * kp + c), load(ds + j * kp + c), x);
+            F sums[4] = {};  // enough at once to hide an addition's latency
+            for (int64_t j = 0; j < vp; j += 4)
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < 4; ++i) sums[i] = fma(load(before + (j + i) * kp + c), load(ds + (j + i) * kp + c), sums[i]);
+            F x = (sums[0] + sums[1]) + (sums[2] + sums[3]);
             total += x;
             if (vector()) {
                 x *= load(decayed.whole() + c);

@@ -218,14 +218,15 @@ PHISTATE_INLINE void store(bf16* p, F x) {
     for (int i = 0; i < L; ++i) put(p + i, x[i]);
 }
 #else
+// Called, not inlined: element by element they are long, and this set is for any machine, not for speed.
 template <class T>
-PHISTATE_INLINE F load(const T* p) {
+__attribute__((noinline)) F load(const T* p) {
     F x;
     for (int i = 0; i < L; ++i) x[i] = get(p[i]);
     return x;
 }
 template <class T>
-PHISTATE_INLINE void store(T* p, F x) {
+__attribute__((noinline)) void store(T* p, F x) {
     for (int i = 0; i < L; ++i) put(p + i, x[i]);
 }
 #endif

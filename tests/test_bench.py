@@ -33,7 +33,7 @@ def command(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["phistate", *arguments])
     with pytest.raises(SystemExit) as stopped:
         main()
-    return stopped.value.code
+    return stopped.value.code or 0
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

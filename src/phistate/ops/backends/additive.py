@@ -20,13 +20,13 @@ SEGMENT = 512
 """PHISTATE_SEGMENT: tokens between two states kept for backward."""
 
 # struct phistate_additive: 8-byte fields, all integers or pointers but scale, the 18th; a view is five of them.
-_LAYOUT = struct.Struct("=17qd70q")
+_LAYOUT = struct.Struct("=17qd71q")
 _NONE = (0, 0, 0, 0, 0)
 _DTYPES = native.DTYPES
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? s, Tensor? z, Tensor? mask, "
-    "Tensor? cu_seqlens, float scale, bool normalize, bool causal"
+    "Tensor? cu_seqlens, float scale, bool normalize, bool causal, bool delta, bool qk_l2norm"
 )
 
 library = torch.library.Library("phistate", "FRAGMENT")
@@ -38,7 +38,7 @@ library.define(
 )
 library.define(
     "additive_step_(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor(a!) s, Tensor(b!)? z, "
-    "float scale) -> Tensor"
+    "float scale, bool delta, bool qk_l2norm) -> Tensor"
 )
 
 
@@ -151,6 +151,8 @@ def _additive(
     scale: float,
     normalize: bool,
     causal: bool,
+    delta: bool,
+    qk_l2norm: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = _dense(q), _dense(k), _dense(v)
@@ -166,8 +168,9 @@ def _additive(
         checkpoints.data_ptr() if checkpoints.numel() else 0,
         denominators.data_ptr() if denominators.numel() else 0,
         *_NO_BACKWARD,
+        qk_l2norm,
     )
-    if _kernel("additive_forward")(_LAYOUT.pack(*fields)):
+    if _kernel("delta_forward" if delta else "additive_forward")(_LAYOUT.pack(*fields)):
         native.check(-1)
     return outputs
 
@@ -181,6 +184,8 @@ def _additive_step_(
     s: Tensor,
     z: Tensor | None,
     scale: float,
+    delta: bool,
+    qk_l2norm: bool,
 ) -> Tensor:
     q, k, v = _dense(q), _dense(k), _dense(v)
     decay = decay if decay is None or decay.ndim < 4 else _dense(decay)
@@ -194,8 +199,9 @@ def _additive_step_(
         0,
         0,
         *_NO_BACKWARD,
+        qk_l2norm,
     )
-    if _kernel("additive_forward")(_LAYOUT.pack(*fields)):
+    if _kernel("delta_forward" if delta else "additive_forward")(_LAYOUT.pack(*fields)):
         native.check(-1)
     return o
 
@@ -213,6 +219,8 @@ def _additive_backward(
     scale: float,
     normalize: bool,
     causal: bool,
+    delta: bool,
+    qk_l2norm: bool,
     d_o: Tensor,
     d_s: Tensor,
     d_z: Tensor,
@@ -259,8 +267,9 @@ def _additive_backward(
         *(_view(d_beta) if wants_beta else _NONE),
         d_s0.data_ptr() if wants_s else 0,
         d_z0.data_ptr() if wants_z else 0,
+        qk_l2norm,
     )
-    if _kernel("additive_backward")(_LAYOUT.pack(*fields)):
+    if _kernel("delta_backward" if delta else "additive_backward")(_LAYOUT.pack(*fields)):
         native.check(-1)
     for x, y in zip((d_q, d_k, d_v), wide, strict=True):
         if x is not y:
@@ -311,6 +320,8 @@ def _fake_additive(
     scale: float,
     normalize: bool,
     causal: bool,
+    delta: bool,
+    qk_l2norm: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _outputs(q, k, v, cu_seqlens, normalize, causal, keep)
@@ -330,18 +341,21 @@ def _fake_step(
     s: Tensor,
     z: Tensor | None,
     scale: float,
+    delta: bool,
+    qk_l2norm: bool,
 ) -> Tensor:
     return q.new_empty(q.shape[0], 1, max(q.shape[2], s.shape[1]), s.shape[3])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, decay, beta, s, z, mask, cu_seqlens, scale, normalize, causal, _keep = inputs
+    q, k, v, decay, beta, s, z, mask, cu_seqlens, *options, _keep = inputs
     o, final_s, final_z, checkpoints, denominators = output
+    _scale, normalize, causal, _delta, _qk_l2norm = options
     # The output is read again only where it was a quotient, the final state only where every query read it.
     void = q.new_empty(0)
     held = (o if normalize else void, void if causal else final_s, void if causal else final_z)
     ctx.save_for_backward(q, k, v, decay, beta, s, z, mask, cu_seqlens, *held, checkpoints, denominators)
-    ctx.options = (scale, normalize, causal)
+    ctx.options = options
     ctx.mark_non_differentiable(checkpoints, denominators)
 
 
@@ -361,7 +375,7 @@ def _backward(ctx: Any, d_o: Tensor, d_s: Tensor, d_z: Tensor, *_: Tensor) -> tu
         *wanted,
     )
     side = [x if want else None for x, want in zip((d_decay, d_beta, d_s0, d_z0), wanted, strict=True)]
-    return (*gradients, *side, *(None,) * 6)
+    return (*gradients, *side, *(None,) * 8)
 
 
 library.impl("additive", _additive, "CPU")

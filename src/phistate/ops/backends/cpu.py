@@ -14,7 +14,7 @@ _MISSING = native.why_not()
 
 
 class CpuBackend:
-    """Runs ``write="add"`` in float32, bfloat16 and float16, on whatever instruction set the machine has."""
+    """Runs both writes in float32, bfloat16 and float16, on whatever instruction set the machine has."""
 
     name = "cpu"
 
@@ -25,8 +25,6 @@ class CpuBackend:
             reasons.append(f"tensors are on {call.q.device}, the kernels read memory")
         if call.q.dtype not in native.DTYPES:
             reasons.append(f"{call.q.dtype}: the kernels compute in float32")
-        if call.write != "add":
-            reasons.append(f"write={call.write!r} has no kernel")
         if call.form not in ("auto", "chunked"):
             reasons.append(f"form={call.form!r}: the kernels are chunked")
         if 0 in (call.q.shape[0], *call.q.shape[2:], *call.k.shape[2:], *call.v.shape[2:]):
@@ -35,13 +33,23 @@ class CpuBackend:
 
     def run(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         """See :class:`~phistate.ops.backends.base.Backend`."""
-        q, k = call.q, call.k
-        if call.qk_l2norm:
+        q, k, delta = call.q, call.k, call.write == "delta"
+        if call.qk_l2norm and not delta:  # the delta kernels do it themselves
             q, k = _l2norm(q, call.mask), _l2norm(k, call.mask)
         inputs = (q, k, call.v, call.decay, call.beta, call.s, call.z)
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         o, s, z, _, _ = torch.ops.phistate.additive(
-            *inputs, call.mask, call.cu_seqlens, call.scale, call.normalize, call.causal, keep
+            *inputs,
+            *(
+                call.mask,
+                call.cu_seqlens,
+                call.scale,
+                call.normalize,
+                call.causal,
+                delta,
+                call.qk_l2norm and delta,
+                keep,
+            ),
         )
         return o, s, z if call.normalize else None
 
@@ -56,12 +64,17 @@ def step_(
     decay: Tensor | None = None,
     beta: Tensor | None = None,
     scale: float = 1.0,
+    write: str = "add",
+    qk_l2norm: bool = False,
 ) -> Tensor:
     """One token: updates the dense float32 states ``s [B,Hs,K,V]`` and ``z [B,Hs,K]`` in place, gives ``[B,1,Ho,V]``.
 
     Shapes as in :func:`phistate.linear_attention` with T = 1; normalised where there is a z. Not differentiable.
     """
-    return torch.ops.phistate.additive_step_(q, k, v, decay, beta, s, z, scale)
+    delta = write == "delta"
+    if qk_l2norm and not delta:
+        q, k = _l2norm(q, None), _l2norm(k, None)
+    return torch.ops.phistate.additive_step_(q, k, v, decay, beta, s, z, scale, delta, qk_l2norm and delta)
 
 
 def _l2norm(x: Tensor, mask: Tensor | None) -> Tensor:
