@@ -258,6 +258,8 @@ def test_a_map_that_does_not_fit_the_heads_is_refused(model: nn.Module, tokens: 
     text = Text("tokens", tokens, tokens.flip(1))
     with pytest.raises(BadInput, match="--mixers: got 'hedgehog:query_heads=3', which does not fit layer 0: x: got"):
         audit(LoadedModel("tiny", model, None), text, parse("hedgehog:query_heads=3"))
+    with pytest.raises(BadInput, match="makes 75582 features a head; takes at most 50000"):
+        audit(LoadedModel("tiny", model, None), text, parse("taylor:order=11"))
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------

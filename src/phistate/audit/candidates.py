@@ -179,7 +179,8 @@ def parse(text: str) -> list[Candidate]:
             raise BadInput(f"--mixers: got {part!r}; a generator is not given here: --seed fixes the draw")
         candidate = Window(part, options) if name == "window" else Mapped(part, options, name)
         try:
-            candidate.make(head_dim=64, scale=64**-0.5, length=1, seed=0, layer=0, sample=None)
+            # Small heads: only the options are at stake here, and Taylor-4 of a real head takes a while to make.
+            candidate.make(head_dim=8, scale=8**-0.5, length=1, seed=0, layer=0, sample=None)
         except (TypeError, ValueError) as error:
             raise BadInput(f"--mixers: got {part!r}; {error}") from None
         if part in (other.label for other in found):

@@ -218,9 +218,9 @@ class Report:
         ahead = base.price.cost - best.price.cost
         noise = 2 * math.hypot(base.price.standard_error, best.price.standard_error)
         result = "no clear difference" if abs(ahead) < noise else "the map wins" if ahead > 0 else "the baseline wins"
-        layers = "layers" if count > 1 else "layer"
+        layers = f"{count} cheapest layers replaced together" if count > 1 else "cheapest layer replaced"
         return (
-            f"Against the baseline {short(rival)}, {alone}; with the {count} cheapest {layers} replaced together, "
+            f"Against the baseline {short(rival)}, {alone}; with the {layers}, "
             f"linear maps cost {_cost(best.price)} and the baseline {_cost(base.price)} nats: {result}."
         )
 

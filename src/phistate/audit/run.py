@@ -19,9 +19,13 @@ from phistate.audit.plan import Plan, cumulative, measure, under
 from phistate.audit.report import CandidateFigures, LayerReport, Report, ranges
 from phistate.audit.text import Text
 from phistate.audit.timing import LENGTHS, Shape, time_attention
+from phistate.features import FeatureMap
 
 THRESHOLD = 0.01
 """Nats per token under which a single layer counts as cheap to replace: 1% of perplexity."""
+
+MOST_FEATURES = 50_000
+"""Features of one head a map may make: Taylor-3 for heads of 64, which take 2 GB to diagnose over 512 tokens."""
 
 TIMING_BUDGET = 60.0
 """Seconds given to timing by default."""
@@ -179,6 +183,8 @@ def _fitting(candidate: Candidate, inputs: Inputs, seed: int, index: int) -> Mix
             layer=index,
             sample=(inputs.q, inputs.k),
         )
+        if isinstance(mixing.kernel, FeatureMap) and mixing.kernel.num_features > MOST_FEATURES:
+            raise ValueError(f"it makes {mixing.kernel.num_features} features a head; takes at most {MOST_FEATURES}")
         mixing.attend(inputs.q[:, :1], inputs.k[:, :1], inputs.v[:, :1])
     except (TypeError, ValueError) as error:
         raise BadInput(f"--mixers: got {candidate.label!r}, which does not fit layer {index}: {error}") from None
