@@ -35,7 +35,7 @@ class CpuBackend:
     def run(self, call: Call) -> Result:
         """See :class:`~phistate.ops.backends.base.Backend`."""
         if call.log_features:
-            return by_vector_decay(call, self.run)
+            return self._run_log(call)
         q, k, delta = call.q, call.k, call.write == "delta"
         if call.qk_l2norm and not delta:  # the delta kernels do it themselves
             q, k = _l2norm(q, call.mask), _l2norm(k, call.mask)
@@ -55,6 +55,17 @@ class CpuBackend:
             ),
         )
         return Result(o, s, z if call.normalize else None)
+
+    def _run_log(self, call: Call) -> Result:
+        """Log features: in one kernel, or with gradients or a decay of their own as a vector decay."""
+        inputs = (call.v, call.beta, call.s, call.z)
+        learns = any(x is not None and x.requires_grad for x in (call.q, call.k, *inputs))
+        if (torch.is_grad_enabled() and learns) or call.decay is not None or not call.causal:
+            return by_vector_decay(call, self.run)
+        o, s, z, log_scale = torch.ops.phistate.additive_log(
+            call.q, call.k, *inputs, call.log_scale, call.mask, call.cu_seqlens, call.scale, call.normalize
+        )
+        return Result(o, s, z if call.normalize else None, log_scale)
 
 
 def step_(
