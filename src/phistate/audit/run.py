@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from phistate.audit.candidates import Candidate, Mixing
-from phistate.audit.capture import Attend, find_layers
+from phistate.audit.capture import Attend, Inputs, find_layers
 from phistate.audit.errors import BadInput
 from phistate.audit.interventions import Price, Recording
 from phistate.audit.metrics import candidate_figures, softmax_figures
@@ -105,14 +105,7 @@ def audit(
             softmax, heads = softmax_figures(inputs)
         figures: dict[str, CandidateFigures] = {}
         for candidate in candidates:
-            mixing = candidate.make(
-                head_dim=inputs.q.shape[-1],
-                scale=inputs.scale,
-                length=inputs.q.shape[1],
-                seed=seed,
-                layer=index,
-            )
-            mixings[index, candidate.label] = mixing
+            mixing = mixings[index, candidate.label] = _fitting(candidate, inputs, seed, index)
             with _clock(took, "figures"):
                 of_layer, of_heads = candidate_figures(inputs, mixing)
             with _clock(took, "prices"):
@@ -173,6 +166,23 @@ def _select(recording: Recording, layers: Sequence[int] | None) -> list[int]:
             reason = "is no plain softmax layer" if index in recording.inputs else "is not there"
             raise BadInput(f"--layers: got {index}, which {reason}; takes some of {ranges(plain)}")
     return sorted(set(layers))
+
+
+def _fitting(candidate: Candidate, inputs: Inputs, seed: int, index: int) -> Mixing:
+    """The candidate for one layer; what only this model's heads can refuse is refused before it is priced."""
+    try:
+        mixing = candidate.make(
+            head_dim=inputs.q.shape[-1],
+            scale=inputs.scale,
+            length=inputs.q.shape[1],
+            seed=seed,
+            layer=index,
+            sample=(inputs.q, inputs.k),
+        )
+        mixing.attend(inputs.q[:, :1], inputs.k[:, :1], inputs.v[:, :1])
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"--mixers: got {candidate.label!r}, which does not fit layer {index}: {error}") from None
+    return mixing
 
 
 def _cheap(prices: Mapping[int, Mapping[str, Price]], candidates: Sequence[Candidate]) -> list[Plan]:

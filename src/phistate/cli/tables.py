@@ -9,7 +9,7 @@ from rich.text import Text
 
 from phistate.audit.interventions import Price
 from phistate.audit.plan import counts
-from phistate.audit.report import LayerReport, Report, short, size, threads
+from phistate.audit.report import Report, short, size, threads
 from phistate.audit.timing import SOFTMAX
 
 _WIDE = 96  # columns that the plans of thirty layers take with their standard errors
@@ -41,24 +41,31 @@ def render(report: Report, console: Console) -> None:
 
 
 def prices(report: Report) -> Group:
-    """What replacing one layer costs, by each candidate; the cheapest marked."""
+    """What replacing one layer costs, by each candidate; the cheapest marked, and what its kernel gets wrong."""
     table = _table()
-    table.add_column("layer", justify="right")
-    table.add_column("entropy", justify="right")
+    table.add_column("layer", justify="right", vertical="bottom")
+    table.add_column("entropy", justify="right", vertical="bottom")
     for label in report.labels:
-        table.add_column(_heading(label), justify="right")
-    table.add_column("|δ|", justify="right")
-    table.add_column("sd ε", justify="right")
+        table.add_column(_heading(label), justify="right", vertical="bottom")
+    table.add_column("|δ|", justify="right", vertical="bottom")
+    table.add_column("sd ε\n÷1+δ", justify="right", vertical="bottom")
+    told = report.maps or report.labels
     for layer in report.layers:
-        best = layer.candidates[layer.cheapest].figures
+        cheapest, cheapest_map = layer.cheapest, layer.cheapest_of(told)
+        marks = {cheapest_map: "°", cheapest: "*"} if report.maps else {cheapest: "*"}
+        figures = layer.candidates[cheapest_map].figures
         table.add_row(
             str(layer.index),
             _plain(layer.softmax["entropy"]),
-            *(_cell(layer, label, report.threshold) for label in report.labels),
-            _plain(best["delta_median"]),
-            _plain(best["spread_median"]),
+            *(
+                _cell(layer.candidates[label].price.cost, marks.get(label, " "), report.threshold)
+                for label in report.labels
+            ),
+            _plain(figures["delta_median"]),
+            _plain(figures["relative_spread_median"]),
         )
-    return _under("Price of one layer, nats per token (* cheapest; |δ|, sd ε: its medians)", table)
+    of_map = "; ° cheapest linear map, medians of its |δ| and sd ε" if report.maps else ", medians of its |δ| and sd ε"
+    return _under(f"Price of one layer, nats per token (* cheapest{of_map})", table)
 
 
 def plans(report: Report, *, errors: bool = True) -> Group:
@@ -120,11 +127,8 @@ def _heading(label: str) -> Text:
     return Text(f"{name}\n{values}" if values else name, justify="right")
 
 
-def _cell(layer: LayerReport, label: str, threshold: float) -> Text:
-    cost = layer.candidates[label].price.cost
-    cheapest = label == layer.cheapest
-    style = "bold green" if cheapest and cost < threshold else "bold" if cheapest else ""
-    return Text(f"{cost:+.3f}" + ("*" if cheapest else " "), style=style)
+def _cell(cost: float, mark: str, threshold: float) -> Text:
+    return Text(f"{cost:+.3f}{mark}", style="" if mark == " " else "bold green" if cost < threshold else "bold")
 
 
 def _sum(price: Price, errors: bool) -> str:
