@@ -1,0 +1,23 @@
+// The table of kernels one instruction set offers. To add a kernel: a structure in phistate.h, a line here, a
+// source file that defines PHISTATE_NS::name, and that file in CMakeLists.txt; the ABI function phistate_name
+// and the table entries follow from the line.
+#pragma once
+
+#include "phistate.h"
+
+// name, structure: int phistate_<name>(const structure*)
+#define PHISTATE_KERNELS(X)
+
+namespace phistate {
+
+struct Kernels {
+    const char* name;
+    void (*probe_exp)(int64_t n, const float* x, float* y);
+    int (*probe_product)(int64_t m, int64_t n, int64_t k, const float* a, const float* b, float* c, bool pairs);
+    double (*probe_peak)(bool pairs);
+#define X(name, call) int (*name)(const call&);
+    PHISTATE_KERNELS(X)
+#undef X
+};
+
+}  // namespace phistate
