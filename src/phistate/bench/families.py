@@ -140,7 +140,7 @@ def _jamba(size: Size) -> Config:
 def _zamba(size: Size) -> Config:
     fields = {**_common(size), "num_hidden_layers": size.layers, "mamba_d_state": min(size.state, 16)}
     fields |= {"num_key_value_heads": fields["num_attention_heads"], "n_mamba_heads": 2}
-    return "ZambaConfig", fields | {"layers_block_type": _layers(size, full="hybrid")}
+    return "ZambaConfig", fields | {"layers_block_type": _layers(size, 2, full="hybrid")}
 
 
 def _mamba2(size: Size) -> Config:
@@ -250,14 +250,14 @@ def family_config(name: str, size: Size | None = None, **changes: Any) -> Any:
     return getattr(transformers, config)(**fields, **changes)
 
 
-def random_model(config: Any, seed: int = 0, scale: float = 1.0) -> Any:
-    """A causal language model of ``config`` in float32 on the CPU, in eval mode, with the library's own random weights.
+def random_model(config: Any, seed: int = 0, lively: bool = False) -> Any:
+    """A causal language model of ``config`` in float32 on the CPU, in eval mode, with random weights.
 
     Args:
         config: a transformers config.
         seed: of the weights.
-        scale: multiplies every matrix. The usual initialisation is so small that a wrong layer hardly shows in the
-            logits; tests use 5.
+        lively: redraw every matrix but those of time steps and rates with deviation 0.7/√inputs. The library's own
+            initialisation is so small that a wrong layer hardly shows in the logits.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -265,9 +265,9 @@ def random_model(config: Any, seed: int = 0, scale: float = 1.0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if scale != 1.0:
+        if lively:
             with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.ndim > 1:
-                        parameter.mul_(scale)
+                for name, parameter in model.named_parameters():
+                    if parameter.ndim > 1 and "A_log" not in name and "dt_" not in name and not name.endswith(".D"):
+                        parameter.normal_(std=0.7 * parameter.shape[-1] ** -0.5)
     return model.eval()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phistate.hf.corrections import correct_layers
+from phistate.hf.corrections import hook_layers
 from phistate.hf.hooks import HOOKS, UNCOVERED, Hook
 from phistate.hf.report import Entry, Report
 
@@ -57,16 +57,18 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
             _visit(report, owner, name, layers, replacements)
     for path, layer in model.named_modules():
         for name, value in list(vars(layer).items()):
-            if id(value) in replacements:
+            original = original_of(value)
+            if id(original) in replacements:
                 where = f"{type(layer).__name__} {path}"
-                report._undo.append(_put(layer, name, value, replacements[id(value)]))
+                report._undo.append(_put(layer, name, original, replacements[id(original)]))
                 report.replaced.append(Entry(where, name, "held by the layer; the same function"))
     if not report.replaced and not report.left:
         why = "none of its classes' modules hold a function that phistate knows"
         report.left.append(Entry(report.model, "-", why))
-    if correct and report.replaced:
-        for entry, undo in correct_layers(model):
-            report.corrected.append(entry)
+    if report.replaced:
+        for entry, undo in hook_layers(model, correct):
+            if entry is not None and entry not in report.corrected:
+                report.corrected.append(entry)
             report._undo.append(undo)
     return report
 
@@ -108,7 +110,7 @@ def _visit(
         report.left.append(Entry(where, attribute, UNCOVERED[name]))
         return
     hook = HOOKS[name]
-    original = getattr(found, "_phistate_replaces", found)
+    original = original_of(found)
     if not callable(original):
         report.left.append(Entry(where, attribute, f"is no function but {type(original).__name__}"))
         return
@@ -139,17 +141,23 @@ def signature_of(function: Callable[..., Any]) -> str:
 
 def replacement(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """``hook``'s function under the name of ``original``, to which tensors that are not on the CPU still go."""
-    native, tensor = hook.native(original), hook.tensor
+    native, index = hook.native(original), hook.tensor
+    name = hook.signature.split(", ")[index]
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        first = args[tensor] if len(args) > tensor else next(iter(kwargs.values()))
+        first = args[index] if len(args) > index else kwargs[name]
         if first.device.type != "cpu" or torch.compiler.is_exporting():
             return original(*args, **kwargs)
         return native(*args, **kwargs)
 
     run._phistate_replaces = original  # type: ignore[attr-defined]
     return run
+
+
+def original_of(function: Any) -> Any:
+    """What ``function`` replaced, if an earlier accelerate() put it there; else itself."""
+    return getattr(function, "_phistate_replaces", function)
 
 
 @dataclass

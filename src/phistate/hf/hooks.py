@@ -63,10 +63,10 @@ HOOKS: dict[str, Hook] = {
     "mamba2_chunk_scan": Hook(
         "hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None, dt_softplus=False, "
         "dt_limit=(0.0, inf), return_final_states=False, **kwargs",
-        "mamba2",
-        _always(mamba.mamba2_scan),
+        "mamba2_scan",
+        _always(mamba.ssd),
     ),
-    "mamba2_selective_state_update": Hook(_STEP, "mamba2_step, in place", _always(mamba.mamba2_update)),
+    "mamba2_selective_state_update": Hook(_STEP, "selective_scan_step_, in place", mamba.ssd_update),
     "mamba2_split_conv1d_scan_combined": Hook(
         "zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, dt_limit=(0.0, inf), "
         "return_final_states=False, activation='silu', rmsnorm_weight=None, rmsnorm_eps=1e-06, outproj_weight=None, "
@@ -78,9 +78,9 @@ HOOKS: dict[str, Hook] = {
         "hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False, "
         "use_mambapy=False, use_associative_scan=False, **kwargs",
         "selective_scan",
-        _always(mamba.mamba1_scan),
+        _always(mamba.selective),
     ),
-    "mamba_selective_state_update": Hook(_STEP, "selective_scan_step, in place", _always(mamba.mamba1_update)),
+    "mamba_selective_state_update": Hook(_STEP, "selective_scan_step_, in place", mamba.selective_update),
     "mamba_inner_fn": Hook(
         "xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B=None, "
         "C=None, D=None, delta_bias=None, delta_softplus=True, b_rms_weight=None, c_rms_weight=None, "
@@ -92,7 +92,7 @@ HOOKS: dict[str, Hook] = {
         "hidden_states, weight, bias=None, activation=None, **kwargs", "causal_conv1d", conv.convolution
     ),
     "causal_conv1d_update": Hook(
-        "hidden_states, conv_state, weight, bias=None, activation=None", "causal_conv1d_step, in place", conv.update
+        "hidden_states, conv_state, weight, bias=None, activation=None", "causal_conv1d_step_, in place", conv.update
     ),
     "MiniMaxLightningAttention.forward": Hook(
         "self, hidden_states, position_embeddings, attention_mask, cache=None, **kwargs",

@@ -29,7 +29,7 @@ class Report:
     Args:
         model: class of the model.
         replaced: functions that now run phistate's kernels.
-        corrected: layers whose answers are now right where transformers' own are not.
+        corrected: classes of layers whose answers are now right where transformers' own are not.
         left: what was found and not touched, with the reason.
     """
 
