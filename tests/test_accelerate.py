@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from phistate.bench.families import FAMILIES, Size, family_config, random_model
 from phistate.hf import accelerate
 
-SIZE = Size(layers=4, width=32, head=8, state=8, vocab=97)
+SIZE = Size(layers=4, width=64, head=32, state=16, vocab=97)
 TOLERANCE = 1e-4
 
 MAMBA1 = ["mamba", "falcon_mamba", "jamba", "zamba"]
