@@ -43,16 +43,21 @@ inline void transpose_panel(const float* source, ptrdiff_t ld, int64_t rows, int
         }
 }
 
-// target[r][c] = panel[r][c], converted.
+// target[r][c] = panel[r][c] (+ target[r][c] when add), converted.
 template <class T>
-void unpack_rows(const float* panel, ptrdiff_t ld, int64_t rows, int64_t n, T* target, ptrdiff_t stride) {
+void unpack_rows(const float* panel, ptrdiff_t ld, int64_t rows, int64_t n, T* target, ptrdiff_t stride, bool add = false) {
     const int64_t whole = n / L * L;
     const int tail = static_cast<int>(n - whole);
     for (int64_t r = 0; r < rows; ++r) {
         const float* from = panel + r * ld;
         T* to = target + r * stride;
-        for (int64_t c = 0; c < whole; c += L) store(to + c, load(from + c));
-        if (tail) store(to + whole, load(from + whole), tail);
+        if (add) {
+            for (int64_t c = 0; c < whole; c += L) store(to + c, load(from + c) + load(to + c));
+            if (tail) store(to + whole, load(from + whole) + load(to + whole, tail), tail);
+        } else {
+            for (int64_t c = 0; c < whole; c += L) store(to + c, load(from + c));
+            if (tail) store(to + whole, load(from + whole), tail);
+        }
     }
 }
 

@@ -56,7 +56,17 @@ constexpr T most(T a, T b) {
     return a > b ? a : b;
 }
 
-PHISTATE_INLINE F splat(float x) { return F{} + x; }
+PHISTATE_INLINE F splat(float x) {
+#if defined(PHISTATE_AVX512)
+    return _mm512_set1_ps(x);
+#elif defined(PHISTATE_AVX2)
+    return _mm256_set1_ps(x);
+#elif defined(PHISTATE_NEON)
+    return vdupq_n_f32(x);
+#else
+    return F{x, x, x, x};
+#endif
+}
 PHISTATE_INLINE F zero() { return F{}; }
 
 PHISTATE_INLINE F fma(F a, F b, F c) {
