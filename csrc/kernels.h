@@ -6,7 +6,7 @@
 #include "phistate.h"
 
 // name, structure: int phistate_<name>(const structure*)
-#define PHISTATE_KERNELS(X) X(additive_forward, phistate_additive)
+#define PHISTATE_KERNELS(X) X(additive_forward, phistate_additive) X(delta_forward, phistate_additive) X(delta_backward, phistate_additive)
 
 namespace phistate {
 

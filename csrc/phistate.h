@@ -56,6 +56,7 @@ typedef struct phistate_additive {
     phistate_view d_decay;                  /* as decay; per head: float32 [sequences, heads_s] */
     phistate_view d_beta;
     float *d_s0, *d_z0;                     /* NULL: not wanted */
+    int64_t qk_l2norm;                      /* the delta kernels': q and k divided by sqrt(sum x^2 + 1e-6) first */
 } phistate_additive;
 
 /* Library */
