@@ -94,6 +94,13 @@ def _lara_mini(size: Size) -> Config:
     return name, fields | {"layer_types": _layers(size, full="sliding_attention"), "sliding_window": 64}
 
 
+def _qwen4_exp(size: Size) -> Config:
+    name, fields = _qwen("Qwen4ExpTextConfig", True)(size)
+    fields |= {"layer_types": _layers(size, full="indexed_attention"), "hc_lowrank": size.head}
+    fields |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": size.head}
+    return name, fields | {"indexer_budget": 2048, "indexer_compress_ratio": 4}
+
+
 def _mla(size: Size) -> dict[str, Any]:
     """Latent attention beside KDA, as Kimi-Linear has it."""
     return {
@@ -113,6 +120,18 @@ def _kimi_linear(size: Size) -> Config:
     # Dense but for the last layer: the size of a model says more then than which experts were hit.
     mlps = ["dense"] * (size.layers - 1) + ["sparse"]
     return "KimiLinearConfig", fields | {"layer_types": _layers(size), "mlp_layer_types": mlps}
+
+
+def _glm5_next(size: Size) -> Config:
+    fields = {**_common(size), **_mla(size), "n_routed_experts": 4, "num_hidden_layers": size.layers}
+    fields |= {"q_lora_rank": size.head, "qk_rope_head_dim": 0, "layer_types": _layers(size, full="indexed_attention")}
+    fields |= {"linear_head_dim": size.head, "linear_num_heads": size.width // size.head}
+    fields |= {"index_n_heads": 2, "index_head_dim": size.head}
+    fields |= {"mlp_layer_types": ["dense"] * (size.layers - 1) + ["sparse"]}
+    # There is no text-only head, and a vision tower of next to nothing is not run.
+    eye = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": size.width}
+    eye |= {"patch_size": 4, "image_size": 16, "projection_intermediate_size": 32}
+    return "Glm5NextConfig", {"text_config": fields, "vision_config": eye}
 
 
 def _bailing_hybrid(size: Size) -> Config:
@@ -215,9 +234,11 @@ FAMILIES: dict[str, Callable[[Size], Config]] = {
     "qwen3_5": _qwen("Qwen3_5TextConfig", False),
     "qwen3_5_moe": _qwen("Qwen3_5MoeTextConfig", True),
     "qwen3_next": _qwen("Qwen3NextConfig", True),
+    "qwen4_exp": _qwen4_exp,
     "olmo_hybrid": _olmo_hybrid,
     "lara_mini": _lara_mini,
     "kimi_linear": _kimi_linear,
+    "glm5_next": _glm5_next,
     "bailing_hybrid": _bailing_hybrid,
     "mamba": _mamba("MambaConfig"),
     "falcon_mamba": _mamba("FalconMambaConfig"),
@@ -260,11 +281,12 @@ def random_model(config: Any, seed: int = 0, lively: bool = False) -> Any:
             initialisation is so small that a wrong layer hardly shows in the logits.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    auto = AutoModelForImageTextToText if "vision_config" in config.sub_configs else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
         if lively:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():

@@ -6,7 +6,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch import nn
 from phistate.hf.corrections import hook_layers
 from phistate.hf.hooks import HOOKS, UNCOVERED, Hook
 from phistate.hf.report import Entry, Report
-
-Owner = ModuleType | type | nn.Module
+from phistate.hf.swap import original_of, swap
 
 
 def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
@@ -60,7 +58,7 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
             original = original_of(value)
             if id(original) in replacements:
                 where = f"{type(layer).__name__} {path}"
-                report._undo.append(_put(layer, name, original, replacements[id(original)]))
+                report._undo.append(swap(layer, name, replacements[id(original)]))
                 report.replaced.append(Entry(where, name, "held by the layer; the same function"))
     if not report.replaced and not report.left:
         why = "none of its classes' modules hold a function that phistate knows"
@@ -124,7 +122,7 @@ def _visit(
         report.left.append(Entry(where, attribute, f"its layers are on {there}; phistate's kernels are for the CPU"))
         return
     new = found if found is not original else replacement(original, hook)
-    report._undo.append(_put(owner, attribute, original, new))
+    report._undo.append(swap(owner, attribute, new))
     replacements[id(original)] = new
     report.replaced.append(Entry(where, attribute, hook.what))
 
@@ -153,38 +151,3 @@ def replacement(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
     run._phistate_replaces = original  # type: ignore[attr-defined]
     return run
-
-
-def original_of(function: Any) -> Any:
-    """What ``function`` replaced, if an earlier accelerate() put it there; else itself."""
-    return getattr(function, "_phistate_replaces", function)
-
-
-@dataclass
-class _Hold:
-    """How many accelerated models share one replaced attribute."""
-
-    original: Any
-    new: Any
-    count: int
-
-
-_HELD: dict[tuple[int, str], _Hold] = {}
-
-
-def _put(owner: Owner, name: str, original: Any, new: Any) -> Callable[[], None]:
-    """Set an attribute and give back what undoes it, once every model that shares it has been undone."""
-    key = (id(owner), name)
-    hold = _HELD.setdefault(key, _Hold(original, new, 0))
-    hold.count += 1
-    setattr(owner, name, hold.new)
-
-    def undo() -> None:
-        hold.count -= 1
-        if hold.count == 0:
-            del _HELD[key]
-            # Whoever replaced it again after us keeps what they put there.
-            if vars(owner).get(name) is hold.new:
-                setattr(owner, name, hold.original)
-
-    return undo

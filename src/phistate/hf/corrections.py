@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from phistate.hf.handover import HANDOVER
 from phistate.hf.packing import packing
 from phistate.hf.report import Entry
+from phistate.hf.swap import swap
 
 _SELECTIVE = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer")
 _SSD = (
@@ -27,12 +29,14 @@ _FORWARD = ["self", "hidden_states", "cache", "attention_mask"]
 def hook_layers(model: nn.Module, correct: bool) -> Iterator[tuple[Entry | None, Callable[[], None]]]:
     """Hook every layer that needs it; for each what was corrected, if anything, and what undoes it."""
     for layer in model.modules():
-        names = {cls.__name__ for cls in type(layer).__mro__}
-        if names.isdisjoint((*_SELECTIVE, *_SSD)) or _parameters(layer)[:4] != _FORWARD:
+        names = {cls.__name__: cls for cls in type(layer).__mro__}
+        if correct and "MiniMaxLightningAttention" in names:
+            yield from _reorder(names["MiniMaxLightningAttention"])
+        if names.keys().isdisjoint((*_SELECTIVE, *_SSD)) or _parameters(layer)[:4] != _FORWARD:
             continue
         where, entry = type(layer).__name__, None
         before: Callable[..., None] = _hand_over_packing
-        if not names.isdisjoint(_SELECTIVE):
+        if not names.keys().isdisjoint(_SELECTIVE):
             if correct:
                 before = _hand_over_state
                 entry = Entry(where, "recurrent state", "several tokens after a cache go on from its state")
@@ -47,6 +51,24 @@ def hook_layers(model: nn.Module, correct: bool) -> Iterator[tuple[Entry | None,
             layer.register_forward_hook(_forget, always_call=True),
         )
         yield entry, lambda handles=handles: [handle.remove() for handle in handles]  # type: ignore[misc]
+
+
+def _reorder(layer: type) -> Iterator[tuple[Entry, Callable[[], None]]]:
+    """MiniMax's cache leaves its linear states where they were when beams change places."""
+    cache = getattr(sys.modules[layer.__module__], "MiniMaxCache", None)
+    if cache is None or vars(cache).get("reorder_cache", _reorder_linear) is not _reorder_linear:
+        return
+    entry = Entry("MiniMaxCache", "reorder_cache", "linear states follow their beams")
+    yield entry, swap(cache, "reorder_cache", _reorder_linear)
+
+
+def _reorder_linear(self: Any, beam_idx: Tensor) -> None:
+    for layer in self.layers:
+        layer.reorder_cache(beam_idx)
+    for index, state in enumerate(self.linear_cache):
+        # A layer without a linear state has an empty list there.
+        if isinstance(state, Tensor):
+            self.linear_cache[index] = state.index_select(0, beam_idx)
 
 
 _NO_LIMIT = (0.0, float("inf"))
