@@ -59,33 +59,33 @@ def test_prefill(name):
     net, ids = model(name), tokens(2, 70)
     theirs = logits(net, ids)
     with accelerate(net) as report:
-        assert report.replaced and not report.left
+        assert report.replaced
+        assert not report.left
         ours, cached = logits(net, ids), net(ids, use_cache=True).logits.detach()
     assert_close(ours, theirs)
     assert_close(cached[:, -1], theirs[:, -1])
     # The history shows in the logits: without that, no test here would notice a lost state.
     changed = ids.clone()
     changed[:, 56] = (ids[:, 56] + 1 - 3) % (SIZE.vocab - 3) + 3
-    assert (logits(net, changed)[:, -1] - theirs[:, -1]).abs().max() > 10 * TOLERANCE * theirs.abs().max()
+    assert (logits(net, changed)[:, -1] - theirs[:, -1]).abs().max() > 5 * TOLERANCE * theirs.abs().max()
 
 
-def generate(net, ids, **how):
-    out = net.generate(
-        ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True, eos_token_id=None, **how
-    )
+def generate(net, ids):
+    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    out = net.generate(ids, return_dict_in_generate=True, output_logits=True, **how)
     return out.sequences, torch.stack(out.logits)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_decode(name):
     net, ids = model(name), tokens(2, 5)
-    sequences, scores = generate(net, ids, attention_mask=torch.ones_like(ids))
+    sequences, scores = generate(net, ids)
     with accelerate(net, correct=False):
-        ours, our_scores = generate(net, ids, attention_mask=torch.ones_like(ids))
+        ours, our_scores = generate(net, ids)
     assert torch.equal(ours, sequences)
     assert_close(our_scores, scores)
     with accelerate(net):
-        _, our_scores = generate(net, ids, attention_mask=torch.ones_like(ids))
+        _, our_scores = generate(net, ids)
     # The right value, computed without a cache.
     assert_close(our_scores[-1], logits(net, ours[:, :-1])[:, -1])
 

@@ -104,7 +104,8 @@ def test_what_is_not_known_is_left():
 
     module, cls = layer_in_a_module(causal_conv1d_fn=causal_conv1d_fn, causal_conv1d_update=None)
     report = accelerate(cls(causal_conv1d_fn))
-    assert not report.replaced and not report.active
+    assert not report.replaced
+    assert not report.active
     assert module.causal_conv1d_fn is causal_conv1d_fn
     assert [entry.what[:22] for entry in report.left] == ["takes (x, weight); phi", "is no function but Non"]
     report = accelerate(nn.Linear(2, 2))
@@ -243,7 +244,7 @@ def test_diagonal_scan_and_its_gradient():
 
 def test_packing_of_several_rows():
     numbers = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 3]])
-    pack = packing(2, 4, seq_idx=numbers)
+    pack = packing(torch.zeros(2, 4), seq_idx=numbers)
     assert pack.offsets.tolist() == [0, 2, 4, 7, 8]
     states = torch.tensor([5.0, 6.0])
     assert pack.enter(states).tolist() == [5.0, 0.0, 6.0, 0.0]
@@ -251,6 +252,6 @@ def test_packing_of_several_rows():
     x = torch.randn(2, 4, 3)
     assert torch.equal(pack.unfold(pack.fold(x)), x)
     with pytest.raises(ValueError, match="takes one row that holds the sequences"):
-        packing(2, 4, cu_seqlens=torch.tensor([0, 8]))
+        packing(torch.zeros(2, 4), cu_seqlens=torch.tensor([0, 8]))
     with pytest.raises(ValueError, match=r"seq_idx: got shape \(2, 3\); takes \[B,T\] = \(2, 4\)"):
-        packing(2, 4, seq_idx=numbers[:, :3])
+        packing(torch.zeros(2, 4), seq_idx=numbers[:, :3])

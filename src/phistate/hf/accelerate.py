@@ -16,6 +16,7 @@ from phistate.hf.corrections import hook_layers
 from phistate.hf.hooks import HOOKS, UNCOVERED, Hook
 from phistate.hf.report import Entry, Report
 from phistate.hf.swap import original_of, swap
+from phistate.ops.backends import native
 
 
 def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
@@ -41,14 +42,12 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
 
     >>> import torch, phistate.hf
     >>> report = phistate.hf.accelerate(torch.nn.Linear(2, 2))
-    >>> print(report)
-    Linear: 0 replaced, 1 left
-      left in Linear
-        -  none of its classes' modules hold a function that phistate knows
+    >>> report.replaced, report.left[0].what
+    ([], "none of its classes' modules hold a function that phistate knows")
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}; takes a torch.nn.Module")
-    report = Report(type(model).__name__)
+    report = Report(type(model).__name__, native.why_not() or "native")
     replacements: dict[int, Callable[..., Any]] = {}
     for owner, layers in _owners(model).items():
         for name in _known_names(owner):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phistate.hf.handover import HANDOVER
 from phistate.hf.packing import packing
+from phistate.ops.backends import native
 from phistate.ops.causal_conv1d import MAX_WIDTH, causal_conv1d, causal_conv1d_step_
 
 _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
@@ -25,7 +26,7 @@ def _fits(x: Tensor, weight: Tensor, activation: str | None) -> bool:
 
 
 def convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``hidden_states [B,C,T]`` filtered per channel by ``weight [C,W]``; packed sequences see nothing of each other."""
+    """``hidden_states [B,C,T]`` filtered per channel by ``weight [C,W]``; packed sequences do not see each other."""
 
     def convolve(
         hidden_states: Tensor,
@@ -38,7 +39,7 @@ def convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         x = hidden_states.transpose(1, 2)
-        pack = packing(*x.shape[:2], cu_seqlens, cu_seq_lens_q, seq_idx) or HANDOVER.pack
+        pack = packing(x, cu_seqlens, cu_seq_lens_q, seq_idx) or HANDOVER.pack
         if not _fits(x, weight, activation):
             if pack is None:
                 return original(hidden_states, weight, bias, activation)
@@ -53,6 +54,8 @@ def convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """One token ``[B,C,1]``, the last inputs ``conv_state [B,C,W]`` updated in place."""
+    if native.why_not() is not None:
+        return original
 
     def step(
         hidden_states: Tensor,

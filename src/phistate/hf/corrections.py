@@ -40,9 +40,9 @@ def hook_layers(model: nn.Module, correct: bool) -> Iterator[tuple[Entry | None,
             if correct:
                 before = _hand_over_state
                 entry = Entry(where, "recurrent state", "several tokens after a cache go on from its state")
-        elif correct and tuple(layer.time_step_limit or _NO_LIMIT) != _NO_LIMIT:
+        elif correct and (limit := _limit(layer)) != _NO_LIMIT:
             before = _hand_over_limits
-            entry = Entry(where, "time_step_limit", f"{tuple(layer.time_step_limit)} holds in the decode step too")
+            entry = Entry(where, "time_step_limit", f"{limit} holds in the decode step too")
         else:
             continue
         # A layer that is accelerated twice is hooked twice, which does no harm.
@@ -74,6 +74,10 @@ def _reorder_linear(self: Any, beam_idx: Tensor) -> None:
 _NO_LIMIT = (0.0, float("inf"))
 
 
+def _limit(layer: Any) -> tuple[float, float]:
+    return tuple(layer.time_step_limit or _NO_LIMIT)
+
+
 def _parameters(layer: nn.Module) -> list[str]:
     return list(inspect.signature(type(layer).forward).parameters)
 
@@ -83,7 +87,7 @@ def _hand_over_packing(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     hidden = args[0] if args else kwargs["hidden_states"]
     if hidden.shape[1] > 1 and ("seq_idx" in kwargs or "cu_seq_lens_q" in kwargs):
         offsets, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-        HANDOVER.pack = packing(*hidden.shape[:2], None, offsets, numbers)
+        HANDOVER.pack = packing(hidden, None, offsets, numbers)
 
 
 def _hand_over_state(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,7 +105,7 @@ def _hand_over_state(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _hand_over_limits(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    HANDOVER.limits = layer.time_step_limit
+    HANDOVER.limits = _limit(layer)
 
 
 def _forget(layer: Any, args: tuple[Any, ...], output: Any) -> None:

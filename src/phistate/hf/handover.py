@@ -1,4 +1,4 @@
-"""What a layer knows and transformers does not pass on to the function it calls: set by a hook, read by the function."""
+"""What a layer knows and transformers does not pass on to the function: a hook sets it, the function reads it."""
 
 from __future__ import annotations
 

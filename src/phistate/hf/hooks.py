@@ -48,7 +48,7 @@ HOOKS: dict[str, Hook] = {
     "torch_recurrent_gated_delta_rule": Hook(
         f"query, key, value, g, beta, {_DELTA}",
         "linear_attention(write='delta'), a decay per head: the decode step",
-        _always(delta.delta_rule_steps),
+        delta.delta_rule_steps,
     ),
     "chunk_kimi_delta_attention": Hook(
         f"query, key, value, g, beta, chunk_size=64, {_DELTA}",
@@ -58,7 +58,7 @@ HOOKS: dict[str, Hook] = {
     "recurrent_kimi_delta_attention": Hook(
         "query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel=False, **kwargs",
         "linear_attention(write='delta'), a decay per channel: the decode step",
-        _always(delta.delta_rule_steps),
+        delta.delta_rule_steps,
     ),
     "mamba2_chunk_scan": Hook(
         "hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None, dt_softplus=False, "

@@ -31,7 +31,7 @@ def forward(
     q, k, v = self.act_fn(self.qkv_proj(hidden_states)).view(heads).split(self.head_dim, dim=-1)
     mask = None if attention_mask is None else attention_mask.bool()
     kept = None if cache is None else cache.get_linear_cache(self.layer_idx)
-    pack = packing(*hidden_states.shape[:2], None, cu_seq_lens_q, seq_idx)
+    pack = packing(hidden_states, None, cu_seq_lens_q, seq_idx)
     if pack is not None:
         q, k, v = (pack.fold(x) for x in (q, k, v))
         mask = None if mask is None else pack.fold(mask)

@@ -12,6 +12,7 @@ from torch import Tensor
 from phistate.hf.delta import state_of
 from phistate.hf.handover import HANDOVER, take_state
 from phistate.hf.packing import packing
+from phistate.ops.backends import native
 from phistate.ops.mamba2 import mamba2_scan
 from phistate.ops.selective_scan import selective_scan, selective_scan_step_
 
@@ -59,6 +60,8 @@ def selective(
 
 def selective_update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Mamba-1's decode step; ``state [B,D,N]`` in place, everything else without time."""
+    if native.why_not() is not None:
+        return original
 
     def update(
         state: Tensor,
@@ -98,8 +101,8 @@ def ssd(
     seq_idx: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba-2 over all tokens; ``hidden_states [B,T,H,P]``, ``dt [B,T,H]``, ``B, C [B,T,G,N]``, states ``[B,H,P,N]``."""
-    pack = packing(*hidden_states.shape[:2], None, cu_seq_lens_q, seq_idx)
+    """Mamba-2 over all tokens: ``hidden_states [B,T,H,P]``, ``dt [B,T,H]``, ``B, C [B,T,G,N]``, state ``[B,H,P,N]``."""
+    pack = packing(hidden_states, None, cu_seq_lens_q, seq_idx)
     if pack is not None:
         hidden_states, dt, B, C = (pack.fold(x) for x in (hidden_states, dt, B, C))
         z = None if z is None else pack.fold(z)
@@ -114,7 +117,7 @@ def ssd(
         z,
         dt_bias,
         dt_softplus,
-        tuple(dt_limit or _NO_LIMIT),  # type: ignore[arg-type]
+        _NO_LIMIT if dt_limit is None else (dt_limit[0], dt_limit[1]),
         None if initial_states is None else state_of(initial_states.transpose(2, 3), hidden_states),
         return_state=True,
         cu_seqlens=None if pack is None else pack.offsets,
@@ -130,6 +133,7 @@ def ssd(
 
 def ssd_update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Mamba-2's decode step; ``state [B,H,P,N]`` in place, x and dt ``[B,H,P]``, ``A [H,P,N]`` with one rate a head."""
+    no_kernels = native.why_not() is not None
 
     def update(
         state: Tensor,
@@ -150,7 +154,7 @@ def ssd_update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             dt = (F.softplus(dt) if dt_softplus else dt).clamp(*HANDOVER.limits)
             dt_bias, dt_softplus = None, False
         one_rate = A.stride(1) == A.stride(2) == 0
-        if torch.is_grad_enabled() or not one_rate or not state.is_contiguous():
+        if no_kernels or torch.is_grad_enabled() or not one_rate or not state.is_contiguous():
             return original(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z)
         rows, heads, P, N = state.shape
         channels = heads * P

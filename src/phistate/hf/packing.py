@@ -45,13 +45,12 @@ class Packing:
 
 
 def packing(
-    batch: int,
-    length: int,
+    x: Tensor,
     cu_seqlens: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
 ) -> Packing | None:
-    """What of ``cu_seqlens [N+1]`` and ``seq_idx [B,T]`` (a number per sequence) a layer was given; None: nothing.
+    """How ``x [B,T,…]`` is packed, by ``cu_seqlens [N+1]`` or ``seq_idx [B,T]`` (a number per sequence); None: not.
 
     Layers hand on either name of the offsets, or the numbers, or both at once; then they say the same and the
     offsets are read.
@@ -59,13 +58,16 @@ def packing(
     Raises:
         ValueError: offsets beside more than one row, or numbers that do not fit the batch.
 
-    >>> packing(1, 5, seq_idx=torch.tensor([[0, 0, 0, 1, 1]])).offsets
+    >>> packing(torch.zeros(1, 5), seq_idx=torch.tensor([[0, 0, 0, 1, 1]])).offsets
     tensor([0, 3, 5])
     """
+    batch, length = x.shape[:2]
     offsets = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
     if offsets is not None:
         if batch != 1:
-            raise ValueError(f"cu_seqlens: got a batch of {batch} rows beside it; takes one row that holds the sequences")
+            raise ValueError(
+                f"cu_seqlens: got a batch of {batch} rows beside it; takes one row that holds the sequences"
+            )
         return Packing(offsets.to("cpu", torch.int64), batch, None)
     if seq_idx is None:
         return None

@@ -28,12 +28,14 @@ class Report:
 
     Args:
         model: class of the model.
+        kernels: what runs: ``"native"``, or why plain PyTorch stands in.
         replaced: functions that now run phistate's kernels.
         corrected: classes of layers whose answers are now right where transformers' own are not.
         left: what was found and not touched, with the reason.
     """
 
     model: str
+    kernels: str
     replaced: list[Entry] = field(default_factory=list)
     corrected: list[Entry] = field(default_factory=list)
     left: list[Entry] = field(default_factory=list)
@@ -62,6 +64,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {len(self.replaced)} replaced, {len(self.left)} left"]
+        if self.kernels != "native":
+            lines.append(f"  not as fast as it could be: {self.kernels}")
         for title, entries in (("replaced", self.replaced), ("corrected", self.corrected), ("left", self.left)):
             width = max((len(entry.name) for entry in entries), default=0)
             before = None
