@@ -60,6 +60,13 @@ inline void unpack(const float* panel, ptrdiff_t ld, int64_t rows, int64_t n, co
         unpack_rows(panel, ld, rows, n, at<float>(view, batch, time, head) + first, view.time, add);
 }
 
+// Marks rows of an operand for prefetching.
+inline void foresee(Ahead& ahead, const phistate_view& view, int64_t batch, int64_t time, int64_t head, int64_t rows, int64_t first, int64_t n) {
+    const int64_t size = view.dtype == PHISTATE_F32 ? 4 : 2;
+    const char* data = static_cast<const char*>(view.data) + (batch * view.batch + time * view.time + head * view.head + first) * size;
+    ahead.add(data, view.time * size, rows, n * size);
+}
+
 // A dense [key_dim, value_dim] state's columns [first, first + n) to and from a panel whose pads stay zero.
 inline void load_state(const float* state, int64_t key_dim, int64_t value_dim, int64_t first, int64_t n, float* panel, ptrdiff_t ld,
                        int64_t padded_rows) {
@@ -67,6 +74,14 @@ inline void load_state(const float* state, int64_t key_dim, int64_t value_dim, i
         pack_rows(state + first, value_dim, key_dim, n, nullptr, nullptr, panel, ld, padded_rows);
     else
         memset(panel, 0, padded_rows * ld * sizeof(float));
+}
+
+// Where the state at token `time` of a sequence is kept: time − begin a multiple of PHISTATE_SEGMENT, not zero.
+// Sequences of one row take slots from begin / SEGMENT on; as ⌊a⌋ + ⌊b⌋ ≤ ⌊a + b⌋ they never meet.
+inline float* checkpoint(const phistate_additive& call, const Span& span, int64_t time, int64_t head) {
+    const int64_t slots = call.time / PHISTATE_SEGMENT, slot = span.begin / PHISTATE_SEGMENT + (time - span.begin) / PHISTATE_SEGMENT - 1;
+    const int64_t size = call.key_dim * (call.value_dim + (call.normalize ? 1 : 0));
+    return call.checkpoints + ((span.batch * call.heads_s + head) * slots + slot) * size;
 }
 
 // The per-token scalars of one chunk.

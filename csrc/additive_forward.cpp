@@ -4,6 +4,7 @@
 //   S ← D[end][start] ⊙ S + (D[end][j] ⊙ K)ᵀ (βV)
 // The normaliser is the same with a column of ones for V, done by dot products beside.
 #include "additive.h"
+#include "additive_step.h"
 #include "vector_decay.h"
 
 namespace PHISTATE_NS {
@@ -11,18 +12,27 @@ namespace {
 
 constexpr int C = 32;
 
+// Neighbouring heads of a token lie in one page of memory, tokens do not: a unit takes a few heads through the
+// sequence together, as many as keep their states in the nearer half of a usual L2.
+constexpr int64_t kStateBytes = 256 << 10;
+
+// Some neighbouring heads of one sequence, value columns [first, first + width).
 struct Unit {
     const phistate_additive& call;
     const Heads heads;
-    const int64_t key_dim, first, width;  // value columns [first, first + width)
-    const int64_t kp, vp;                 // padded
+    const int64_t sequence, head_begin, head_end, first, width;
+    const int64_t key_dim, kp, vp;  // kp, vp: padded
+    const Span span;
     phistate::Scratch scratch;
-    float *k, *kt, *v, *q, *out, *scores, *between, *s, *z, *rate, *since_panel, *until, *whole, *k_once;
+    float *k, *kt, *v, *q, *out, *scores, *between, *states, *normalisers, *s, *z, *rate;
+    VectorDecay<C> decayed;
     float since[C], write[C], denominators[C];
     Tokens<C> tokens;
+    Ahead ahead;
 
-    Unit(const phistate_additive& c, int64_t first_column, int64_t columns)
-        : call(c), heads(c), key_dim(c.key_dim), first(first_column), width(columns), kp(round_up(c.key_dim, L)), vp(round_up(columns, L)) {
+    Unit(const phistate_additive& call, int64_t sequence, int64_t head_begin, int64_t head_end, int64_t first, int64_t width)
+        : call(call), heads(call), sequence(sequence), head_begin(head_begin), head_end(head_end), first(first), width(width),
+          key_dim(call.key_dim), kp(round_up(call.key_dim, L)), vp(round_up(width, L)), span(span_of(call, sequence)), decayed(scratch, vector() ? kp : 0) {
         k = scratch.floats(C * kp);
         kt = scratch.floats(C * kp);
         q = scratch.floats(C * kp);
@@ -30,53 +40,60 @@ struct Unit {
         out = scratch.floats(C * vp);
         scores = scratch.floats(C * C);
         between = scratch.floats(C * C);
-        s = scratch.floats(kp * vp);
-        z = scratch.floats(kp);
-        if (vector()) {
-            rate = scratch.floats(C * kp);
-            since_panel = scratch.floats(C * kp);
-            until = scratch.floats(C * kp);
-            whole = scratch.floats(C / kDirect * kp);
-            k_once = scratch.floats(C * kp);
-        }
+        states = scratch.floats((head_end - head_begin) * kp * vp);
+        normalisers = scratch.floats((head_end - head_begin) * kp);
+        rate = scratch.floats(vector() ? C * kp : 0);
     }
 
     bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
     bool decays() const { return call.decay_kind != PHISTATE_DECAY_NONE; }
 
-    void begin(int64_t sequence, int64_t head) {
+    void choose(int64_t head) {
+        s = states + (head - head_begin) * kp * vp;
+        z = normalisers + (head - head_begin) * kp;
+    }
+
+    void begin(int64_t head) {
+        choose(head);
         const int64_t i = sequence * heads.s + head;
         load_state(call.s0 ? call.s0 + i * key_dim * call.value_dim : nullptr, key_dim, call.value_dim, first, width, s, vp, kp);
         if (call.normalize) load_state(call.z0 ? call.z0 + i * key_dim : nullptr, 1, key_dim, 0, key_dim, z, kp, 1);
     }
 
-    void finish(float* states, float* normalisers, int64_t i) const {
-        unpack_rows(s, vp, key_dim, width, states + i * key_dim * call.value_dim + first, call.value_dim);
-        if (normalisers && first == 0) unpack_rows(z, kp, 1, key_dim, normalisers + i * key_dim, key_dim);
+    void keep(float* s_out, float* z_out) const {
+        unpack_rows(s, vp, key_dim, width, s_out + first, call.value_dim);
+        if (z_out && first == 0) unpack_rows(z, kp, 1, key_dim, z_out, key_dim);
+    }
+
+    void finish(int64_t head) {
+        choose(head);
+        const int64_t i = sequence * heads.s + head;
+        keep(call.s + i * key_dim * call.value_dim, call.normalize ? call.z + i * key_dim : nullptr);
     }
 
     // Keys, values and rates of a chunk.
-    void read(const Span& span, int64_t time, int64_t rows, int64_t head) {
+    void read(int64_t time, int64_t rows, int64_t head) {
         tokens.read(call, span, time, rows, head);
         pack(call.k, span.batch, time, heads.key(head), rows, 0, key_dim, nullptr, tokens.mask, k, kp, C);
         pack(call.v, span.batch, time, heads.value(head), rows, first, width, tokens.beta, tokens.mask, v, vp, C);
         if (vector()) {
             pack(call.decay, span.batch, time, head, rows, 0, key_dim, nullptr, tokens.mask, rate, kp, C);
             for (int64_t i = 0; i < C * kp; i += L) store(rate + i, exp(load(rate + i)));
+            decayed.keys(k, rate);
         } else {
             transpose_panel(k, kp, C, kp, kt, C);
             if (decays()) relative_decay<C>(tokens.rate, C, between, since);
         }
     }
 
-    // Scores of one query head, and in q what the state is to be read with.
+    // Scores of one query head.
     void score(int64_t rows) {
         if (vector()) {
-            memcpy(k_once, k, C * kp * sizeof(float));  // each query head scales its keys anew
-            vector_decay_scores(q, k_once, rate, kp, C, kp, kt, since_panel, until, whole, scores, C);
+            decayed.queries(q);
+            decayed.scores(scores);
             return;
         }
-        product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {scores, C}, Part::LowerOut);
+        product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {scores, C}, Part::LowerOut, &ahead);
         for (int64_t t = 0; t < rows; ++t) {
             float* row = scores + t * C;
             const int64_t diagonal = t / L;
@@ -93,30 +110,33 @@ struct Unit {
     }
 
     // out = what the chunk's queries read; scores unused when not causal.
-    void read_state(int64_t rows, bool causal) {
+    void read_state(int64_t time, int64_t rows, int64_t output) {
         const float* gain = decays() && !vector() ? since : nullptr;
-        product<float>(rows, vectors(width), key_dim, {q, kp, 1}, {s, vp}, {out, vp, nullptr, 0, gain});
-        if (causal) product<float>(rows, vectors(width), rows, {scores, C, 1}, {v, vp}, {out, vp, &kOne}, Part::LowerIn);
+        const float* queries = vector() ? decayed.queries_since_start() : q;
+        product<float>(rows, vectors(width), key_dim, {queries, kp, 1}, {s, vp}, {out, vp, nullptr, 0, gain}, Part::All, &ahead);
+        if (call.causal) product<float>(rows, vectors(width), rows, {scores, C, 1}, {v, vp}, {out, vp, &kOne}, Part::LowerIn, &ahead);
         if (!call.normalize) return;
         for (int64_t t = 0; t < rows; ++t) {
             F dot = zero();
-            for (int64_t c = 0; c < kp; c += L) dot = fma(load(q + t * kp + c), load(z + c), dot);
+            for (int64_t c = 0; c < kp; c += L) dot = fma(load(queries + t * kp + c), load(z + c), dot);
             if (gain) dot *= splat(gain[t]);
-            if (causal)
+            if (call.causal)
                 for (int64_t c = 0; c <= t; c += L) dot = fma(load(scores + t * C + c), load(tokens.beta + c), dot);
             const float denominator = sum(dot);
+            if (call.denominators && first == 0)
+                call.denominators[(span.batch * call.time + time + t) * heads.o + output] = denominator;
             const F inverse = splat(denominator == 0.0f ? 0.0f : 1.0f / denominator);
             for (int64_t c = 0; c < vp; c += L) store(out + t * vp + c, load(out + t * vp + c) * inverse);
         }
     }
 
-    // The state after the chunk. Under vector decay k_once holds the scaled keys, whole[0] the chunk's product.
+    // The state after the chunk.
     void write_state(int64_t rows) {
         const float *keys = k, *keep = &kOne;
         ptrdiff_t keep_step = 0;
         if (vector()) {
-            keys = k_once;
-            keep = whole;
+            keys = decayed.keys_until_end();
+            keep = decayed.whole();
             keep_step = 1;
         } else if (decays()) {
             keep = since + C - 1;
@@ -126,10 +146,10 @@ struct Unit {
                 for (int64_t c = 0; c < vp; c += L) store(v + j * vp + c, load(v + j * vp + c) * w);
             }
         }
-        product<float>(key_dim, vectors(width), rows, {keys, 1, kp}, {v, vp}, {s, vp, keep, keep_step});
+        product<float>(key_dim, vectors(width), rows, {keys, 1, kp}, {v, vp}, {s, vp, keep, keep_step}, Part::All, &ahead);
         if (!call.normalize) return;
         for (int64_t c = 0; c < kp; c += L) {
-            F total = load(z + c) * (vector() ? load(whole + c) : splat(*keep));
+            F total = load(z + c) * (vector() ? load(keep + c) : splat(*keep));
             for (int64_t j = 0; j < rows; ++j) {
                 const float weight = tokens.beta[j] * (vector() || !decays() ? 1.0f : write[j]);
                 total = fma(splat(weight), load(keys + j * kp + c), total);
@@ -138,61 +158,87 @@ struct Unit {
         }
     }
 
-    void query(const Span& span, int64_t time, int64_t rows, int64_t output) {
+    void query(int64_t time, int64_t rows, int64_t output) {
         pack(call.q, span.batch, time, heads.query(output), rows, 0, key_dim, nullptr, tokens.mask, q, kp, C);
         // Before anything else: the scale is part of the result's rounding in every form.
         const F scale = splat(call.normalize ? 1.0f : static_cast<float>(call.scale));
         for (int64_t i = 0; i < C * kp; i += L) store(q + i, load(q + i) * scale);
     }
 
-    void run(int64_t sequence, int64_t head) {
-        const Span span = span_of(call, sequence);
-        begin(sequence, head);
-        const int64_t readers = heads.readers();
-        for (int64_t time = span.begin; time < span.end; time += C) {
-            const int64_t rows = least<int64_t>(C, span.end - time);
-            if (call.checkpoints) checkpoint(sequence, head, span, time);
-            read(span, time, rows, head);
-            for (int64_t reader = 0; call.causal && reader < readers; ++reader) {
-                const int64_t output = head * readers + reader;
-                query(span, time, rows, output);
-                score(rows);
-                read_state(rows, true);
-                unpack(out, vp, rows, width, call.o, span.batch, time, output, first);
-            }
-            write_state(rows);
-        }
-        finish(call.s, call.z, sequence * heads.s + head);
-        for (int64_t time = span.begin; !call.causal && time < span.end; time += C) {
-            const int64_t rows = least<int64_t>(C, span.end - time);
-            tokens.read(call, span, time, rows, head);
-            for (int64_t reader = 0; reader < readers; ++reader) {
-                const int64_t output = head * readers + reader;
-                query(span, time, rows, output);
-                read_state(rows, false);
-                unpack(out, vp, rows, width, call.o, span.batch, time, output, first);
-            }
+    // What this chunk of a head writes and what the next one reads.
+    void look_ahead(int64_t time, int64_t rows, int64_t head) {
+        ahead.clear();
+        if (call.causal) foresee(ahead, call.o, span.batch, time, head * heads.readers(), rows, first, width);
+        if (++head == head_end) head = head_begin, time += C;
+        rows = least<int64_t>(C, span.end - time);
+        if (rows <= 0) return;
+        if (call.causal) foresee(ahead, call.q, span.batch, time, heads.query(head * heads.readers()), rows, 0, key_dim);
+        foresee(ahead, call.k, span.batch, time, heads.key(head), rows, 0, key_dim);
+        foresee(ahead, call.v, span.batch, time, heads.value(head), rows, first, width);
+        if (vector()) foresee(ahead, call.decay, span.batch, time, head, rows, 0, key_dim);
+    }
+
+    void answer(int64_t time, int64_t rows, int64_t head) {
+        for (int64_t reader = 0; reader < heads.readers(); ++reader) {
+            const int64_t output = head * heads.readers() + reader;
+            query(time, rows, output);
+            if (call.causal) score(rows);
+            read_state(time, rows, output);
+            unpack(out, vp, rows, width, call.o, span.batch, time, output, first);
         }
     }
 
-    void checkpoint(int64_t, int64_t, const Span&, int64_t) {}
+    void run() {
+        for (int64_t head = head_begin; head < head_end; ++head) begin(head);
+        for (int64_t time = span.begin; time < span.end; time += C) {
+            const int64_t rows = least<int64_t>(C, span.end - time);
+            for (int64_t head = head_begin; head < head_end; ++head) {
+                choose(head);
+                if (call.checkpoints && time > span.begin && (time - span.begin) % PHISTATE_SEGMENT == 0) {
+                    float* kept = checkpoint(call, span, time, head);
+                    keep(kept, call.normalize ? kept + key_dim * call.value_dim : nullptr);
+                }
+                read(time, rows, head);
+                look_ahead(time, rows, head);
+                if (call.causal) answer(time, rows, head);
+                write_state(rows);
+            }
+        }
+        for (int64_t head = head_begin; head < head_end; ++head) finish(head);
+        if (call.causal) return;
+        ahead.clear();
+        for (int64_t time = span.begin; time < span.end; time += C) {
+            const int64_t rows = least<int64_t>(C, span.end - time);
+            for (int64_t head = head_begin; head < head_end; ++head) {
+                choose(head);
+                tokens.read(call, span, time, rows, head);
+                answer(time, rows, head);
+            }
+        }
+    }
 };
 
 }  // namespace
 
 int additive_forward(const phistate_additive& call) {
+    if (call.time == 1 && call.causal && !call.cu_seqlens) {
+        step(call);
+        return 0;
+    }
     const Heads heads(call);
     const int64_t states = call.sequences * heads.s, threads = phistate::num_threads();
     // Columns of the state do not meet: where states are fewer than threads, each is cut into strips of values.
     // A strip repeats the scores, so none is narrower than two vectors.
     const int64_t strips = most<int64_t>(1, least((threads + states - 1) / most<int64_t>(states, 1), call.value_dim / (2 * L)));
     const int64_t strip = round_up((call.value_dim + strips - 1) / strips, L);
-    parallel(states * strips, 1, [&](int64_t begin, int64_t end) {
+    const int64_t bytes = call.key_dim * strip * static_cast<int64_t>(sizeof(float));
+    const int64_t group = most<int64_t>(1, least(states / (4 * threads), kStateBytes / bytes));
+    const int64_t groups = (heads.s + group - 1) / group;
+    parallel(call.sequences * groups * strips, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-            const int64_t first = i % strips * strip, columns = least(strip, call.value_dim - first);
-            if (columns <= 0) continue;
-            Unit unit(call, first, columns);
-            unit.run(i / strips / heads.s, i / strips % heads.s);
+            const int64_t first = i % strips * strip, width = least(strip, call.value_dim - first);
+            const int64_t head = i / strips % groups * group;
+            if (width > 0) Unit(call, i / strips / groups, head, least(head + group, heads.s), first, width).run();
         }
     });
     return 0;

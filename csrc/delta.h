@@ -10,13 +10,16 @@
 #include "additive.h"
 
 namespace PHISTATE_NS {
+
+void delta_step(const phistate_additive& call);  // forward, token by token
+
 namespace delta {
 
 constexpr int C = 32;                  // tokens a chunk: 6D² + 4CD operations a token, and a rank-C update of S
 constexpr int kSolved = 8;             // rows solved in registers
 constexpr int kStrip = kCols * L;      // columns of S handled at a time: D rows of them stay in L1
-constexpr int kSegment = 8;            // chunks between two kept states
 
+static_assert(PHISTATE_SEGMENT % C == 0);
 constexpr int64_t kStateSlack = L;     // a row packed one column to the right ends beyond its panel
 
 // Columns of V and S in panels: an optional column of ones (the normaliser's) and then values
@@ -178,12 +181,6 @@ inline void solve_up(int64_t rows, int64_t n, const float* a, float* w) {
         }
         v += wide ? kWide : 1;
     }
-}
-
-// How many states a packed call keeps before sequence n: an upper bound that needs no prefix sum.
-inline int64_t first_segment(const Span& span, int64_t sequence, const phistate_additive& call) {
-    constexpr int64_t tokens = C * kSegment;
-    return call.cu_seqlens ? span.begin / tokens + sequence : sequence * ((call.time + tokens - 1) / tokens);
 }
 
 }  // namespace delta

@@ -4,16 +4,17 @@
 //   (I + Aᵀ diag β) G = dU, from the last row up; dβ = rows of G · W; H = diag β G = dV
 //   dP = lower (dO Uᵀ), dA = −strict lower (H Uᵀ), dQ̃ = dO Sᵀ, dK̃ = −H Sᵀ, dK̂ = U dSᵀ
 //   dS ← D[end][start] ⊙ dS + Q̃ᵀ dO − K̃ᵀ H
-// A log-decay at i scales every path from a token before i, or the state, to one at or after it. With x · dx the
-// change of the loss along a relative change of x, those paths are what is read from i on, less what is written
-// from i on, plus S · dS at the end: one running sum, taken backwards and started anew at each kept state.
-// States are kept by the forward pass every kSegment chunks and recomputed between.
+// A log-decay at i scales every path from a token before i, or the state, to one at or after it. Its gradient is the sum
+// over these paths, each with its decay: no difference of sums that would leave rounding where little passes.
+// States are kept by the forward pass every PHISTATE_SEGMENT tokens and recomputed between.
 #include "delta_decay.h"
 
 namespace PHISTATE_NS {
 namespace {
 
 using namespace delta;
+
+constexpr int64_t kChunks = PHISTATE_SEGMENT / C;
 
 inline void put_scalar(const phistate_view& view, int64_t batch, int64_t time, int64_t head, float x) {
     if (view.dtype == PHISTATE_BF16)
@@ -46,8 +47,8 @@ struct Backward {
     // A segment's states and writes, strip after strip.
     float *states, *found;
     // Gradients.
-    float *d_state, *d_out, *d_value, *written, *transposed, *state_transposed, *d_p, *d_a, *d_queries, *d_read, *d_write, *tail, *denominators,
-        *query_norms, *z;
+    float *d_state, *d_out, *d_value, *written, *transposed, *state_transposed, *d_p, *d_a, *d_queries, *d_read, *d_write, *through, *d_rates, *denominators,
+        *query_norms;
 
     explicit Backward(const phistate_additive& c)
         : call(c), heads(c), columns{0, c.value_dim, c.normalize ? 1 : 0}, key_dim(c.key_dim), kp(round_up(c.key_dim, L)),
@@ -65,8 +66,8 @@ struct Backward {
         a = scratch.zeros(C * C);
         folded = scratch.zeros(C * C);
         p = scratch.zeros(readers * C * C);
-        states = scratch.floats((kSegment + 1) * state_size());
-        found = scratch.floats(kSegment * strips * C * kStrip + kStateSlack);
+        states = scratch.floats(kChunks * state_size());
+        found = scratch.floats(kChunks * strips * C * kStrip + kStateSlack);
         d_state = scratch.floats(state_size());
         d_out = scratch.floats(readers * C * kStrip + kStateSlack);
         d_value = scratch.floats(C * kStrip);
@@ -78,10 +79,10 @@ struct Backward {
         d_queries = scratch.floats(readers * panel);
         d_read = scratch.floats(panel);
         d_write = scratch.floats(panel);
-        tail = scratch.floats(kp);
+        through = scratch.floats(kp);
+        d_rates = scratch.floats(C * kp);
         denominators = scratch.floats(2 * readers * C);
         query_norms = scratch.floats(readers * C);
-        z = scratch.floats(kp);
         if (vector()) rates = Rates(scratch, kp);
     }
 
@@ -134,8 +135,8 @@ struct Backward {
                 store(to + t * C + c, t < rows && c <= t ? PHISTATE_NS::load(to + t * C + c) * PHISTATE_NS::load(between + t * C + c) : zero());
     }
 
-    // Queries of a chunk, their scores, and for a normalised call the denominators and o·dO over them.
-    void prepare_queries(const Span& span, int64_t time, int64_t rows, int64_t head, const float* state, int64_t chunk) {
+    // Queries of a chunk, their scores, and for a normalised call one over the denominators, and o·dO.
+    void prepare_queries(const Span& span, int64_t time, int64_t rows, int64_t head) {
         for (int64_t i = 0; i < readers; ++i) {
             float *q = queries + i * C * kp, *norm = query_norms + i * C;
             pack(call.q, span.batch, time, heads.query(head * readers + i), rows, 0, key_dim, nullptr, tokens.mask, q, kp, C);
@@ -151,13 +152,9 @@ struct Backward {
             }
         }
         if (!columns.ones) return;
-        for (int64_t r = 0; r < kp; ++r) z[r] = state[r * kStrip];
-        float ones[C];
-        for (int64_t t = 0; t < C; ++t) ones[t] = t < rows ? found_strip(chunk, 0)[t * kStrip] * tokens.beta[t] : 0.0f;
         for (int64_t i = 0; i < readers; ++i)
             for (int64_t t = 0; t < rows; ++t) {
-                float below = dot(read_queries + (i * C + t) * kp, z, kp);
-                for (int64_t j = 0; j <= t; ++j) below += p[(i * C + t) * C + j] * ones[j];
+                const float below = call.denominators[(span.batch * call.time + time + t) * heads.o + head * readers + i];
                 denominators[i * C + t] = below == 0.0f ? 0.0f : 1.0f / below;
             }
         float* along = denominators + readers * C;
@@ -187,21 +184,24 @@ struct Backward {
         }
     }
 
-    // Forward through a segment's chunk: what its writes find missing, and the state after it.
-    void recompute(const Span& span, int64_t time, int64_t rows, int64_t head, int64_t chunk) {
+    // Forward through a segment's chunk: what its writes find missing and, if another follows, the state after it.
+    void recompute(const Span& span, int64_t time, int64_t rows, int64_t head, int64_t chunk, bool another) {
         prepare(span, time, rows, head);
         float* state = states + chunk * state_size();
-        memcpy(state + state_size(), state, state_size() * sizeof(float));
+        if (another) memcpy(state + state_size(), state, state_size() * sizeof(float));
         for (int64_t j = 0; j < strips; ++j) {
             const int64_t n = columns.width_vectors(j);
-            float *w = found_strip(chunk, j), *s = state + state_size() + j * kp * kStrip;
+            float* w = found_strip(chunk, j);
+            const float* s = state + j * kp * kStrip;
             pack_values(call.v, span.batch, time, heads.value(head), rows, columns, j, tokens.mask, w);
             float minus[C];
             for (float& x : minus) x = -1.0f;
             product<float>(rows, n, key_dim, {read_keys, kp, 1}, {s, kStrip}, {w, kStrip, &kOne, 0, minus});
             solve_down(rows, n, folded, w);
+            if (!another) continue;
             write(w);
-            product<float>(key_dim, n, rows, {write_keys, 1, kp}, {written, kStrip}, {s, kStrip, keep, keep_step});
+            product<float>(key_dim, n, rows, {write_keys, 1, kp}, {written, kStrip},
+                           {state + state_size() + j * kp * kStrip, kStrip, keep, keep_step});
         }
     }
 
@@ -211,25 +211,25 @@ struct Backward {
         scale_each_row(written, kStrip, C, tokens.beta);
     }
 
-    // The running sum of the decays' gradient, at a segment's end.
-    void start_tail(const float* state) {
+    // What passes through the whole chunk: through[f] = D[end][start] Σ_v S dS.
+    void pass_through(const float* state) {
         for (int64_t r = 0; r < kp; ++r) {
-            tail[r] = 0.0f;
+            through[r] = 0.0f;
             for (int64_t j = 0; j < strips; ++j) {
                 const int64_t at = j * kp * kStrip + r * kStrip;
-                tail[r] += dot(state + at, d_state + at, columns.width_vectors(j) * L);
+                through[r] += dot(state + at, d_state + at, columns.width_vectors(j) * L);
             }
+            through[r] *= keep[r * keep_step];
         }
-        if (vector()) return;
-        for (int64_t r = 1; r < kp; ++r) tail[0] += tail[r];
     }
 
     void backward(const Span& span, int64_t time, int64_t rows, int64_t head, int64_t chunk, float* d_decay) {
         const float* state = states + chunk * state_size();
         prepare(span, time, rows, head);
-        prepare_queries(span, time, rows, head, state, chunk);
+        prepare_queries(span, time, rows, head);
+        if (call.d_decay.data) pass_through(state);
         float d_beta[C] = {}, unfolded[C * C];
-        // folded becomes −Aᵀ diag β, which is upper triangular.
+        // −Aᵀ diag β, upper triangular.
         for (int64_t t = 0; t < C; ++t)
             for (int64_t j = 0; j < C; ++j) unfolded[t * C + j] = -a[j * C + t] * tokens.beta[j];
         for (int64_t j = 0; j < strips; ++j) {
@@ -278,72 +278,101 @@ struct Backward {
         if (!call.d_v.data || columns.count(j) <= 0) return;
         for (int64_t i = 0; i < rows * kStrip; i += L) store(written_back() + i, PHISTATE_NS::load(d_value + i) * splat(-1.0f));
         unpack(written_back() + columns.skip(j), kStrip, rows, columns.count(j), call.d_v, span.batch, time, heads.value(head), columns.value(j),
-               heads.v < heads.s);
+               head % (heads.s / heads.v) != 0);
     }
     float* written_back() const { return transposed; }  // free at that time, C·kStrip long
 
     // From gradients of scores and of decayed operands to those of queries and keys: d_read of keys as rows of A and
-    // readers of the state, d_write of keys as columns and writers.
+    // readers of the state, d_write of keys as columns and writers. d_rates: of the log-decays, per feature or in all.
     void inside_chunk(int64_t rows) {
         if (vector()) {
             decay_since(d_read, rates, kp, rows, d_read);
             decay_until(d_write, rates, kp, rows, d_write);
-            score_gradient(d_a, keys, keys, rates, kp, rows, true, kt, left, d_read, d_write);
-            for (int64_t i = 0; i < readers; ++i) {
-                decay_since(d_queries + i * C * kp, rates, kp, rows, d_queries + i * C * kp);
-                score_gradient(d_p + i * C * C, queries + i * C * kp, keys, rates, kp, rows, false, kt, left, d_queries + i * C * kp, d_write);
-            }
+            for (int64_t i = 0; i < readers; ++i) decay_since(d_queries + i * C * kp, rates, kp, rows, d_queries + i * C * kp);
+            if (call.d_decay.data) outer_rates(rows);
+            score_gradient(d_a, keys, keys, rates, kp, rows, true, kt, left, d_read, d_write, d_rates);
+            for (int64_t i = 0; i < readers; ++i)
+                score_gradient(d_p + i * C * C, queries + i * C * kp, keys, rates, kp, rows, false, kt, left, d_queries + i * C * kp, d_write,
+                               d_rates);
             return;
         }
         const int64_t n = kp / L;
         scale_each_row(d_read, kp, rows, since);
         scale_each_row(d_write, kp, rows, between + (C - 1) * C);
+        for (int64_t i = 0; i < readers; ++i) scale_each_row(d_queries + i * C * kp, kp, rows, since);
+        if (call.d_decay.data) scalar_rates(rows);
         mask_lower(d_a, rows);
         for (int64_t t = 0; t < rows; ++t) d_a[t * C + t] = 0.0f;
         product<float>(rows, n, rows, {d_a, C, 1}, {keys, kp}, {d_read, kp, &kOne}, Part::LowerIn);
         product<float>(rows, n, rows, {d_a, 1, C}, {keys, kp}, {d_write, kp, &kOne}, Part::UpperIn);
         for (int64_t i = 0; i < readers; ++i) {
             float *d_q = d_queries + i * C * kp, *d = d_p + i * C * C;
-            scale_each_row(d_q, kp, rows, since);
             mask_lower(d, rows);
             product<float>(rows, n, rows, {d, C, 1}, {keys, kp}, {d_q, kp, &kOne}, Part::LowerIn);
             product<float>(rows, n, rows, {d, 1, C}, {queries + i * C * kp, kp}, {d_write, kp, &kOne}, Part::UpperIn);
         }
     }
 
-    void decay_gradient(const Span& span, int64_t time, int64_t rows, int64_t head, float* total) {
-        if (call.decay_kind == PHISTATE_DECAY_NONE) return;
-        for (int64_t t = rows - 1; t >= 0; --t) {
-            const float* k = keys + t * kp;
-            F sums = zero();
-            for (int64_t c = 0; c < kp; c += L) {
-                F x = PHISTATE_NS::load(k + c) * (PHISTATE_NS::load(d_read + t * kp + c) - PHISTATE_NS::load(d_write + t * kp + c));
-                for (int64_t i = 0; i < readers; ++i)
-                    x = fma(PHISTATE_NS::load(queries + (i * C + t) * kp + c), PHISTATE_NS::load(d_queries + (i * C + t) * kp + c), x);
-                if (!vector()) {
-                    sums += x;
-                    continue;
-                }
-                // Nothing passes a rate of zero: what the sum then holds is rounding.
-                const F rate = PHISTATE_NS::load(rates.rate + t * kp + c);
-                x += PHISTATE_NS::load(tail + c);
-                store(tail + c, select(reinterpret_cast<I>(rate == zero()), zero(), x));
+    // x · dx of what token t reads from the state before the chunk, feature by feature.
+    PHISTATE_INLINE F read_along(int64_t t, int64_t c) const {
+        F x = PHISTATE_NS::load(keys + t * kp + c) * PHISTATE_NS::load(d_read + t * kp + c);
+        for (int64_t i = 0; i < readers; ++i)
+            x = fma(PHISTATE_NS::load(queries + (i * C + t) * kp + c), PHISTATE_NS::load(d_queries + (i * C + t) * kp + c), x);
+        return x;
+    }
+
+    // d_rates[i] = paths from the state to tokens from i on, from tokens before i to the state, and through.
+    void outer_rates(int64_t rows) {
+        memset(d_rates, 0, C * kp * sizeof(float));
+        for (int64_t c = 0; c < kp; c += L) {
+            F later = zero(), earlier = PHISTATE_NS::load(through + c);
+            for (int64_t t = rows - 1; t >= 0; --t) {
+                later += read_along(t, c);
+                store(d_rates + t * kp + c, later);
             }
+            for (int64_t t = 0; t < rows; ++t) {
+                store(d_rates + t * kp + c, PHISTATE_NS::load(d_rates + t * kp + c) + earlier);
+                earlier = fma(PHISTATE_NS::load(keys + t * kp + c), PHISTATE_NS::load(d_write + t * kp + c), earlier);
+            }
+        }
+    }
+
+    // The same and the paths inside the chunk, summed over features.
+    void scalar_rates(int64_t rows) {
+        float earlier = 0.0f, later = 0.0f;
+        for (int64_t r = 0; r < kp; ++r) earlier += through[r];
+        for (int64_t t = rows - 1; t >= 0; --t) {
+            F total = zero();
+            for (int64_t c = 0; c < kp; c += L) total += read_along(t, c);
+            d_rates[t] = later += sum(total);
+        }
+        for (int64_t t = 0; t < rows; ++t) {
+            d_rates[t] += earlier;
+            earlier += dot(keys + t * kp, d_write + t * kp, kp);
+        }
+        for (int64_t t = 1; t < rows; ++t) {
+            float path = 0.0f;  // to t, from tokens before i
+            for (int64_t i = 1; i <= t; ++i) {
+                const int64_t at = t * C + i - 1;
+                path += a[at] * d_a[at];
+                for (int64_t reader = 0; reader < readers; ++reader) path += p[reader * C * C + at] * d_p[reader * C * C + at];
+                d_rates[i] += path;
+            }
+        }
+    }
+
+    void decay_gradient(const Span& span, int64_t time, int64_t rows, int64_t head, float* total) {
+        for (int64_t t = 0; t < rows && call.d_decay.data; ++t) {
             const bool live = !(tokens.mask && !tokens.live[t]);
             if (vector()) {
-                float none[L] = {};
-                if (live)
-                    unpack(tail, kp, 1, key_dim, call.d_decay, span.batch, time + t, head, 0);
-                else
-                    for (int64_t c = 0; c < key_dim; c += L)
-                        unpack(none, L, 1, least<int64_t>(L, key_dim - c), call.d_decay, span.batch, time + t, head, c);
-                continue;
+                float* row = d_rates + t * kp;
+                if (!live) memset(row, 0, kp * sizeof(float));
+                unpack(row, kp, 1, key_dim, call.d_decay, span.batch, time + t, head, 0);
+            } else if (call.decay_kind == PHISTATE_DECAY_SCALAR) {
+                put_scalar(call.d_decay, span.batch, time + t, head, live ? d_rates[t] : 0.0f);
+            } else if (live) {
+                *total += d_rates[t];
             }
-            tail[0] = tokens.rate[t] == 0.0f ? 0.0f : tail[0] + sum(sums);
-            if (call.decay_kind == PHISTATE_DECAY_SCALAR)
-                put_scalar(call.d_decay, span.batch, time + t, head, live ? tail[0] : 0.0f);
-            else if (live)
-                *total += tail[0];
         }
     }
 
@@ -360,30 +389,32 @@ struct Backward {
     void finish(const Span& span, int64_t time, int64_t rows, int64_t head) {
         for (int64_t i = 0; i < rows * kp; i += L) store(d_read + i, PHISTATE_NS::load(d_read + i) + PHISTATE_NS::load(d_write + i));
         through_norm(keys, key_norm, rows, d_read);
-        if (call.d_k.data) unpack(d_read, kp, rows, key_dim, call.d_k, span.batch, time, heads.key(head), 0, heads.k < heads.s);
+        if (call.d_k.data) unpack(d_read, kp, rows, key_dim, call.d_k, span.batch, time, heads.key(head), 0, head % (heads.s / heads.k) != 0);
         for (int64_t i = 0; i < readers && call.d_q.data; ++i) {
             through_norm(queries + i * C * kp, query_norms + i * C, rows, d_queries + i * C * kp);
-            unpack(d_queries + i * C * kp, kp, rows, key_dim, call.d_q, span.batch, time, heads.query(head * readers + i), 0, heads.q < heads.o);
+            const int64_t output = head * readers + i;
+            unpack(d_queries + i * C * kp, kp, rows, key_dim, call.d_q, span.batch, time, heads.query(output), 0, output % (heads.o / heads.q) != 0);
         }
     }
 
     void run_head(int64_t sequence, int64_t head) {
         const Span span = span_of(call, sequence);
-        const int64_t at = sequence * heads.s + head, kept = first_segment(span, sequence, call), size = key_dim * call.value_dim;
+        const int64_t at = sequence * heads.s + head, size = key_dim * call.value_dim, length = span.end - span.begin;
         load_state(call.d_s ? call.d_s + at * size : nullptr, call.d_z ? call.d_z + at * key_dim : nullptr, key_dim, call.value_dim, columns, kp,
                    d_state);
-        constexpr int64_t tokens_each = C * kSegment;
         float d_decay = 0.0f;
-        for (int64_t segment = (span.end - span.begin + tokens_each - 1) / tokens_each - 1; segment >= 0; --segment) {
-            const int64_t begin = span.begin + segment * tokens_each, end = least(begin + tokens_each, span.end);
-            const int64_t chunks = (end - begin + C - 1) / C;
-            const float* from = call.checkpoints + ((kept + segment) * heads.s + head) * (size + key_dim * columns.ones);
-            load_state(from, columns.ones ? from + size : nullptr, key_dim, call.value_dim, columns, kp, states);
-            for (int64_t i = 0; i < chunks; ++i) recompute(span, begin + i * C, least<int64_t>(C, end - begin - i * C), head, i);
-            start_tail(states + chunks * state_size());
+        for (int64_t start = (most<int64_t>(length, 1) - 1) / PHISTATE_SEGMENT * PHISTATE_SEGMENT; start >= 0; start -= PHISTATE_SEGMENT) {
+            const float *s = call.s0 ? call.s0 + at * size : nullptr, *z = call.z0 ? call.z0 + at * key_dim : nullptr;
+            if (start > 0) {
+                s = checkpoint(call, span, span.begin + start, head);
+                z = columns.ones ? s + size : nullptr;
+            }
+            load_state(s, z, key_dim, call.value_dim, columns, kp, states);
+            const int64_t begin = span.begin + start, end = least(begin + PHISTATE_SEGMENT, span.end), chunks = (end - begin + C - 1) / C;
+            for (int64_t i = 0; i < chunks; ++i) recompute(span, begin + i * C, least<int64_t>(C, end - begin - i * C), head, i, i + 1 < chunks);
             for (int64_t i = chunks - 1; i >= 0; --i) backward(span, begin + i * C, least<int64_t>(C, end - begin - i * C), head, i, &d_decay);
         }
-        if (call.decay_kind == PHISTATE_DECAY_HEAD) static_cast<float*>(call.d_decay.data)[at] = d_decay;
+        if (call.decay_kind == PHISTATE_DECAY_HEAD && call.d_decay.data) static_cast<float*>(call.d_decay.data)[at] = d_decay;
         save_state(d_state, key_dim, call.value_dim, columns, kp, call.d_s0 ? call.d_s0 + at * size : nullptr,
                    call.d_z0 ? call.d_z0 + at * key_dim : nullptr);
     }
@@ -393,8 +424,8 @@ inline int64_t common_divisor(int64_t a, int64_t b) { return b == 0 ? a : common
 
 }  // namespace
 
-// d_q, d_k and d_v of heads that several states or readers share are added to, and float32; a group of states that
-// share any of them is one thread's.
+// d_q, d_k and d_v of heads that several states or readers share are gathered head after head, best in float32; states
+// that share any of them are one thread's.
 int delta_backward(const phistate_additive& call) {
     const Heads heads(call);
     const int64_t groups = common_divisor(common_divisor(heads.q, heads.k), heads.v), share = heads.s / groups;

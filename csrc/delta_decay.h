@@ -155,7 +155,7 @@ inline void decay_until(const float* x, const Rates& rates, int64_t kp, int64_t 
 }
 
 // One block of score_gradient, L features. x, k, rate, d_x, d_k at the block's first token and those features.
-PHISTATE_INLINE void block_gradient(const float* d, const float* x, const float* k, const float* rate, int64_t kp, float* d_x, float* d_k) {
+PHISTATE_INLINE void block_gradient(const float* d, const float* x, const float* k, const float* rate, int64_t kp, float* d_x, float* d_k, float* d_rate) {
     F decayed[kBlock];  // the decay from after j to the token last visited
     for (F& e : decayed) e = splat(1.0f);
     for (int t0 = 0; t0 < kBlock; t0 += 8) {
@@ -163,7 +163,7 @@ PHISTATE_INLINE void block_gradient(const float* d, const float* x, const float*
 #pragma GCC unroll 8
         for (F& r : rows) r = zero();
         for (int j = 0; j < t0 + 8; ++j) {
-            F e = decayed[j], column = zero();
+            F e = decayed[j], column = zero(), passing = zero();
             const F key = load(k + j * kp);
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i) {
@@ -171,28 +171,32 @@ PHISTATE_INLINE void block_gradient(const float* d, const float* x, const float*
                 if (t < j) continue;
                 if (t > j) e *= load(rate + t * kp);
                 const F g = splat(d[t * C + j]) * e;
+                const F y = load(x + t * kp);
+                passing = fma(rows[i], y, passing);  // rows[i] holds what comes from before j
                 rows[i] = fma(g, key, rows[i]);
-                column = fma(g, load(x + t * kp), column);
+                column = fma(g, y, column);
             }
             decayed[j] = e;
             store(d_k + j * kp, load(d_k + j * kp) + column);
+            store(d_rate + j * kp, load(d_rate + j * kp) + passing);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) store(d_x + (t0 + i) * kp, load(d_x + (t0 + i) * kp) + rows[i]);
     }
 }
 
-// With decayed_scores' A of x and k, and d[t][j] its gradient: adds to d_x and d_k theirs. strict: A has no diagonal.
+// With decayed_scores' A of x and k, and d[t][j] its gradient: adds to d_x, d_k and d_rate (of the
+// log-decays) theirs. strict: A has no diagonal.
 // d's rows from `rows` on and its upper triangle are made zero; panels hold C rows.
 inline void score_gradient(float* d, const float* x, const float* k, const Rates& rates, int64_t kp, int64_t rows, bool strict, float* scratch,
-                           float* left, float* d_x, float* d_k) {
+                           float* left, float* d_x, float* d_k, float* d_rate) {
     for (int64_t t = 0; t < C; ++t)
         for (int64_t j = 0; j < C; ++j)
             if (t >= rows || j > t || (strict && j == t)) d[t * C + j] = 0.0f;
     for (int64_t start = 0; start < rows; start += kBlock)
         for (int64_t c = 0; c < kp; c += L) {
             const int64_t at = start * kp + c;
-            block_gradient(d + start * C + start, x + at, k + at, rates.rate + at, kp, d_x + at, d_k + at);
+            block_gradient(d + start * C + start, x + at, k + at, rates.rate + at, kp, d_x + at, d_k + at, d_rate + at);
         }
     if (rows <= kBlock) return;
     const int64_t late = rows - kBlock;
@@ -200,18 +204,27 @@ inline void score_gradient(float* d, const float* x, const float* k, const Rates
     for (int64_t j = 0; j < kBlock; ++j)
         for (int64_t c = 0; c < kp; c += L) store(left + j * kp + c, load(k + j * kp + c) * load(rates.until + j * kp + c));
     product<float>(late, kp / L, kBlock, {below, C, 1}, {left, kp}, {scratch, kp});
-    for (int64_t t = 0; t < late; ++t)
-        for (int64_t c = 0; c < kp; c += L) {
+    for (int64_t c = 0; c < kp; c += L) {
+        F passing = zero();  // to this token and later ones, from the first block
+        for (int64_t t = late - 1; t >= 0; --t) {
             const int64_t at = (kBlock + t) * kp + c;
-            store(d_x + at, fma(load(scratch + t * kp + c), load(rates.since + at), load(d_x + at)));
-            store(left + t * kp + c, load(x + at) * load(rates.since + at));
+            const F decay = load(rates.since + at), found = load(scratch + t * kp + c) * decay, y = load(x + at);
+            store(d_x + at, load(d_x + at) + found);
+            store(d_rate + at, load(d_rate + at) + (passing = fma(y, found, passing)));
+            store(left + t * kp + c, y * decay);
         }
+    }
     product<float>(kBlock, kp / L, late, {below, 1, C}, {left, kp}, {scratch, kp});
-    for (int64_t j = 0; j < kBlock; ++j)
-        for (int64_t c = 0; c < kp; c += L) {
+    for (int64_t c = 0; c < kp; c += L) {
+        F passing = zero();  // from tokens before this one, to the second block
+        for (int64_t j = 0; j < kBlock; ++j) {
             const int64_t at = j * kp + c;
-            store(d_k + at, fma(load(scratch + at), load(rates.until + at), load(d_k + at)));
+            const F found = load(scratch + at) * load(rates.until + at);
+            store(d_k + at, load(d_k + at) + found);
+            store(d_rate + at, load(d_rate + at) + passing);
+            passing = fma(load(k + at), found, passing);
         }
+    }
 }
 
 }  // namespace delta

@@ -8,6 +8,8 @@ namespace {
 
 using namespace delta;
 
+constexpr int64_t kFewTokens = 4;  // up to here one token after the other costs less than a chunk
+
 struct Forward {
     const phistate_additive& call;
     const Heads heads;
@@ -135,7 +137,12 @@ struct Forward {
             product<float>(rows, n, rows, {p + reader * C * C, C, 1}, {values, kStrip}, {out, kStrip, &kOne}, Part::LowerIn);
             float* below = denominators + reader * C;
             if (columns.skip(i))
-                for (int64_t t = 0; t < rows; ++t) below[t] = out[t * kStrip] == 0.0f ? 0.0f : 1.0f / out[t * kStrip];
+                for (int64_t t = 0; t < rows; ++t) {
+                    const float denominator = out[t * kStrip];
+                    below[t] = denominator == 0.0f ? 0.0f : 1.0f / denominator;
+                    if (call.denominators && columns.first == 0)
+                        call.denominators[(span.batch * call.time + time + t) * heads.o + head * readers + reader] = denominator;
+                }
             if (columns.ones) scale_each_row(out, kStrip, rows, below);
             if (columns.count(i) > 0)
                 unpack(out + columns.skip(i), kStrip, rows, columns.count(i), call.o, span.batch, time, head * readers + reader,
@@ -156,13 +163,13 @@ struct Forward {
             load_state(call.s0 ? call.s0 + at * key_dim * call.value_dim : nullptr, call.z0 ? call.z0 + at * key_dim : nullptr, key_dim,
                        call.value_dim, columns, kp, state(i));
         }
-        const int64_t kept = first_segment(span, sequence, call), readers = heads.readers();
-        for (int64_t time = span.begin, chunk = 0; time < span.end; time += C, ++chunk) {
+        const int64_t readers = heads.readers();
+        for (int64_t time = span.begin; time < span.end; time += C) {
             const int64_t rows = least<int64_t>(C, span.end - time);
             query_loaded = -1;
             for (int64_t i = 0; i < together; ++i) {
                 const int64_t head = first + i;
-                if (call.checkpoints && chunk % kSegment == 0) checkpoint(i, (kept + chunk / kSegment) * heads.s + head);
+                if (call.checkpoints && time > span.begin && (time - span.begin) % PHISTATE_SEGMENT == 0) keep(i, checkpoint(call, span, time, head));
                 tokens.read(call, span, time, rows, head);
                 if (i == 0) read_keys_of(span, time, rows, heads.key(head));
                 for (int64_t reader = 0; reader < readers; ++reader) {
@@ -181,8 +188,7 @@ struct Forward {
         for (int64_t i = 0; i < together; ++i) save(i, sequence * heads.s + first + i, call.s, columns.first == 0 ? call.z : nullptr);
     }
 
-    void checkpoint(int64_t i, int64_t at) const {
-        float* kept = call.checkpoints + at * key_dim * (call.value_dim + columns.ones);
+    void keep(int64_t i, float* kept) const {
         save_state(state(i), key_dim, call.value_dim, columns, kp, kept, columns.first == 0 ? kept + key_dim * call.value_dim : nullptr);
     }
 };
@@ -190,6 +196,10 @@ struct Forward {
 }  // namespace
 
 int delta_forward(const phistate_additive& call) {
+    if (call.time <= kFewTokens) {
+        delta_step(call);
+        return 0;
+    }
     const Heads heads(call);
     const int64_t threads = phistate::num_threads(), share = heads.s / heads.k;
     int64_t together = 1;

@@ -14,7 +14,7 @@
 #define PHISTATE_API __attribute__((visibility("default")))
 #endif
 
-#define PHISTATE_ABI 1 /* raised whenever a structure or a function below changes */
+#define PHISTATE_ABI 2 /* raised whenever a structure or a function below changes */
 
 #ifdef __cplusplus
 extern "C" {
@@ -29,6 +29,8 @@ typedef struct phistate_view {
     int64_t batch, time, head; /* strides */
     int64_t dtype;             /* enum phistate_dtype */
 } phistate_view;
+
+#define PHISTATE_SEGMENT 512 /* tokens between two checkpoints */
 
 /* A call of the additive family, forward and backward. States are dense [N, heads_s, key_dim, value_dim] and
  * [N, heads_s, key_dim] in float32; N = sequences. heads_o = max(heads_q, heads_s). */
@@ -48,7 +50,10 @@ typedef struct phistate_additive {
     const float *s0, *z0;                   /* initial state; NULL: zero */
     phistate_view o;                        /* [batch, time, heads_o, value_dim] */
     float *s, *z;                           /* final state; z NULL unless normalize */
-    float* checkpoints;                     /* states kept for backward, or NULL; phistate_additive_checkpoints */
+    /* Kept by forward for backward, or NULL: states every PHISTATE_SEGMENT tokens,
+     * [batch, heads_s, time / PHISTATE_SEGMENT, key_dim * value_dim + (normalize ? key_dim : 0)], and the
+     * denominators [batch, time, heads_o], dense. */
+    float *checkpoints, *denominators;
     /* backward only */
     phistate_view d_o;
     const float *d_s, *d_z;                 /* gradients of the final state; NULL: zero */
@@ -58,6 +63,90 @@ typedef struct phistate_additive {
     float *d_s0, *d_z0;                     /* NULL: not wanted */
     int64_t qk_l2norm;                      /* the delta kernels': q and k divided by sqrt(sum x^2 + 1e-6) first */
 } phistate_additive;
+
+/* One operand of shape [batch, time, groups, channels], any strides; without groups, group is 0. */
+typedef struct phistate_series {
+    void* data;
+    int64_t batch, time, group, channel; /* strides */
+    int64_t dtype;                       /* enum phistate_dtype */
+} phistate_series;
+
+/* Which steps are tokens, and of which sequence. */
+typedef struct phistate_layout {
+    int64_t batch, time;
+    int64_t sequences;             /* batch, or the number of packed sequences */
+    const int64_t* cu_seqlens;     /* [sequences + 1], batch == 1; NULL: not packed */
+    const uint8_t* mask;           /* [batch, time], 0 = padding; NULL: no padding */
+    int64_t mask_batch, mask_time; /* its strides */
+} phistate_layout;
+
+/* Steps between two states kept for the backward pass. */
+#define PHISTATE_SELECTIVE_SEGMENT 32
+
+/* Mamba-1's scan, forward and backward. States are dense [sequences, channels, states] in float32. */
+typedef struct phistate_selective {
+    int64_t bytes; /* sizeof(phistate_selective), checked */
+    phistate_layout layout;
+    int64_t channels, groups, states; /* channels a multiple of groups */
+    int64_t softplus;                 /* delta goes through softplus */
+    phistate_series x, delta, z;      /* [batch, time, channels]; z may be absent */
+    phistate_series b, c;             /* [batch, time, groups, states] */
+    const float *a, *d, *bias;        /* [channels, states], [channels], [channels]; the last two may be NULL */
+    const float* h0;                  /* initial state; NULL: zero */
+    phistate_series y;
+    float* h;                         /* final state */
+    /* States before each segment, kept for backward, or NULL: (batch·time / SEGMENT + sequences) times
+     * groups · (channels / groups rounded up to 16) · states. Their order is the instruction set's own. */
+    float* checkpoints;
+    /* backward only */
+    phistate_series d_y;
+    const float* d_h;                 /* gradient of the final state; NULL: zero */
+    phistate_series d_x, d_delta, d_z;
+    int64_t parts;                    /* the channels of a group are worked on in this many parts */
+    float *d_b, *d_c;                 /* [parts, batch, time, groups, states]: one summand a part */
+    float *d_a, *d_d, *d_bias, *d_h0; /* d_d, d_bias, d_h0 may be NULL */
+} phistate_selective;
+
+/* One token of a selective scan, its state updated in place: Mamba-1, or with one rate a head Mamba-2. */
+typedef struct phistate_selective_step {
+    int64_t bytes; /* sizeof(phistate_selective_step), checked */
+    int64_t batch, channels, groups, states;
+    int64_t repeat;              /* channels that share an entry of delta, a and bias */
+    int64_t softplus;
+    double low, high;            /* delta is clamped to these after softplus */
+    phistate_series x, delta, z; /* [batch, ·, channels]; delta [batch, ·, channels / repeat] */
+    phistate_series b, c;        /* [batch, ·, groups, states] */
+    const float* a;              /* [channels / repeat, states] */
+    int64_t a_channel, a_state;  /* its strides; a_state 0: one rate for all states */
+    const float *d, *bias;       /* [channels], [channels / repeat], or NULL */
+    phistate_series h;           /* [batch, ·, channels as groups, states], states dense */
+    phistate_series y;
+} phistate_selective_step;
+
+/* The short causal convolution, forward and backward. States are [sequences, channels, width − 1]. */
+typedef struct phistate_conv {
+    int64_t bytes; /* sizeof(phistate_conv), checked */
+    phistate_layout layout;
+    int64_t channels, width; /* width 2 to 8 */
+    int64_t silu;
+    phistate_series x, y;        /* [batch, time, channels], one dtype */
+    const float *weight, *bias;  /* [channels, width], [channels]; bias may be NULL */
+    phistate_series s0, s;       /* batch: sequences, channel: channels, time: width − 1, x's dtype; s0 may be absent */
+    /* backward only */
+    phistate_series d_y, d_s;    /* d_s may be absent */
+    phistate_series d_x, d_s0;   /* d_s0 may be absent */
+    float *d_weight, *d_bias;    /* d_bias may be NULL */
+} phistate_conv;
+
+/* One token of it, the state updated in place. */
+typedef struct phistate_conv_step {
+    int64_t bytes; /* sizeof(phistate_conv_step), checked */
+    int64_t batch, channels, width, kept; /* kept ≥ width − 1 inputs stand in the state */
+    int64_t silu;
+    phistate_series x, y; /* [batch, ·, channels] */
+    const float *weight, *bias;
+    phistate_series s;    /* [batch, kept, channels], time dense */
+} phistate_conv_step;
 
 /* Library */
 PHISTATE_API int64_t phistate_abi(void);

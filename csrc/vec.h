@@ -218,14 +218,15 @@ PHISTATE_INLINE void store(bf16* p, F x) {
     for (int i = 0; i < L; ++i) put(p + i, x[i]);
 }
 #else
+// Called, not inlined: element by element they are long, and this set is for any machine, not for speed.
 template <class T>
-PHISTATE_INLINE F load(const T* p) {
+__attribute__((noinline)) F load(const T* p) {
     F x;
     for (int i = 0; i < L; ++i) x[i] = get(p[i]);
     return x;
 }
 template <class T>
-PHISTATE_INLINE void store(T* p, F x) {
+__attribute__((noinline)) void store(T* p, F x) {
     for (int i = 0; i < L; ++i) put(p + i, x[i]);
 }
 #endif
@@ -250,6 +251,14 @@ PHISTATE_INLINE void store(T* p, F x, int n) {
 
 PHISTATE_INLINE F select(I where, F yes, F no) {
     return reinterpret_cast<F>((where & reinterpret_cast<I>(yes)) | (~where & reinterpret_cast<I>(no)));
+}
+// x where a > 0, else 0.
+PHISTATE_INLINE F where_positive(F a, F x) {
+#if defined(PHISTATE_AVX512)
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, zero(), _CMP_GT_OQ), x);
+#else
+    return select(reinterpret_cast<I>(a > zero()), x, zero());
+#endif
 }
 // A NaN in x stays a NaN.
 PHISTATE_INLINE F clamp(F x, float low, float high) {

@@ -13,11 +13,37 @@ namespace PHISTATE_NS {
 
 constexpr int kDirect = 8;  // blocks this small are summed pair by pair
 
-// Rows of `a` times one row of factors.
-inline void scale_rows(float* a, ptrdiff_t ld, int64_t rows, int64_t columns, const float* factor) {
+// a[r][c] = b[r][c]·factor[c]
+inline void scale_rows(float* a, const float* b, ptrdiff_t ld, int64_t rows, int64_t columns, const float* factor) {
     for (int64_t c = 0; c < columns; c += L) {
         const F f = load(factor + c);
-        for (int64_t r = 0; r < rows; ++r) store(a + r * ld + c, load(a + r * ld + c) * f);
+        for (int64_t r = 0; r < rows; ++r) store(a + r * ld + c, load(b + r * ld + c) * f);
+    }
+}
+inline void add(float* a, const float* b, int64_t n) {
+    for (int64_t i = 0; i < n; i += L) store(a + i, load(a + i) + load(b + i));
+}
+inline void multiply(float* a, const float* b, const float* c, int64_t n) {
+    for (int64_t i = 0; i < n; i += L) store(a + i, load(b + i) * load(c + i));
+}
+
+// d[t] += Σ_{i≥t} x[i]⊙y[i], and d[t] += Σ_{j<t} x[j]⊙y[j]: decays' gradients, see additive_backward.cpp.
+inline void sum_from_end(const float* x, const float* y, ptrdiff_t ld, int64_t rows, int64_t columns, float* d) {
+    for (int64_t c = 0; c < columns; c += L) {
+        F total = zero();
+        for (int64_t i = (rows - 1) * ld + c; i >= 0; i -= ld) {
+            total = fma(load(x + i), load(y + i), total);
+            store(d + i, load(d + i) + total);
+        }
+    }
+}
+inline void sum_from_start(const float* x, const float* y, ptrdiff_t ld, int64_t rows, int64_t columns, float* d) {
+    for (int64_t c = 0; c < columns; c += L) {
+        F total = zero();
+        for (int64_t i = c; i < rows * ld; i += ld) {
+            store(d + i, load(d + i) + total);
+            total = fma(load(x + i), load(y + i), total);
+        }
     }
 }
 
@@ -41,59 +67,156 @@ inline void direct_scores(const float* q, const float* k, const float* rate, ptr
     }
 }
 
-// Products of rates from each kDirect-block's start through each token (`since`) and from after each token
-// through the block's end (`until`), and of whole blocks.
-inline void local_products(const float* rate, ptrdiff_t ld, int64_t tokens, int64_t columns, float* since, float* until, float* whole) {
-    for (int64_t b = 0; b < tokens; b += kDirect)
-        for (int64_t c = 0; c < columns; c += L) {
-            F forward = splat(1.0f), backward = splat(1.0f);
-            for (int i = 0; i < kDirect; ++i) {
-                forward *= load(rate + (b + i) * ld + c);
-                store(since + (b + i) * ld + c, forward);
-                const int64_t j = b + kDirect - 1 - i;
-                store(until + j * ld + c, backward);
-                backward *= load(rate + j * ld + c);
-            }
-            store(whole + b / kDirect * ld + c, forward);
+// Gradients of one block's scores: adds to dq, dk and, unless null, d_decay. Sums go by Horner's rule over rates.
+inline void direct_gradients(const float* q, const float* k, const float* rate, ptrdiff_t ld, int64_t columns, const float* d_scores,
+                             ptrdiff_t scores_ld, float* dq, float* dk, float* d_decay) {
+    for (int64_t c = 0; c < columns; c += L) {
+        F passed[kDirect];  // what pairs of two different tokens give to d_decay, query's side less key's
+        for (int t = 0; t < kDirect; ++t) {
+            F total = zero();
+            for (int j = 0; j < t; ++j) total = load(rate + (j + 1) * ld + c) * fma(splat(d_scores[t * scores_ld + j]), load(k + j * ld + c), total);
+            passed[t] = load(q + t * ld + c) * total;
+            total = fma(splat(d_scores[t * scores_ld + t]), load(k + t * ld + c), total);
+            store(dq + t * ld + c, load(dq + t * ld + c) + total);
         }
-}
-
-// q, k, rate: [tokens, ld] panels; tokens a power of two times kDirect and a multiple of L. On return q and k are
-// scaled as told above, whole[0] is the chunk's product of rates, and scores [tokens, scores_ld] holds zeros above
-// the diagonal. kt: scratch [columns, tokens].
-// whole: [tokens / kDirect, ld].
-inline void vector_decay_scores(float* q, float* k, const float* rate, ptrdiff_t ld, int64_t tokens, int64_t columns, float* kt,
-                                float* since, float* until, float* whole, float* scores, ptrdiff_t scores_ld) {
-    local_products(rate, ld, tokens, columns, since, until, whole);
-    for (int64_t t = 0; t < tokens; ++t)
-        for (int64_t c = 0; c < tokens; c += L) store(scores + t * scores_ld + c, zero());
-    for (int64_t b = 0; b < tokens; b += kDirect)
-        direct_scores(q + b * ld, k + b * ld, rate + b * ld, ld, columns, scores + b * scores_ld + b, scores_ld);
-    for (int64_t r = 0; r < tokens; ++r)
-        for (int64_t c = 0; c < columns; c += L) {
-            store(q + r * ld + c, load(q + r * ld + c) * load(since + r * ld + c));
-            store(k + r * ld + c, load(k + r * ld + c) * load(until + r * ld + c));
+        for (int j = 0; j < kDirect; ++j) {
+            F total = zero();
+            for (int t = kDirect - 1; t > j; --t) total = load(rate + t * ld + c) * fma(splat(d_scores[t * scores_ld + j]), load(q + t * ld + c), total);
+            passed[j] -= load(k + j * ld + c) * total;
+            total = fma(splat(d_scores[j * scores_ld + j]), load(q + j * ld + c), total);
+            store(dk + j * ld + c, load(dk + j * ld + c) + total);
         }
-    for (int64_t h = kDirect; h < tokens; h *= 2) {
-        // Only left blocks are read, but a transpose moves whole vectors of tokens.
-        for (int64_t b = 0; b < tokens; b += 2 * h) {
-            const int64_t wide = round_up(h, L);
-            transpose_panel(k + b * ld, ld, least(wide, tokens - b), columns, kt, wide);
-            // The product is whole vectors wide: with h < L it would overwrite the right block's diagonal.
-            if (h % L == 0) {
-                product<float>(h, h / L, columns, {q + (b + h) * ld, ld, 1}, {kt, wide}, {scores + (b + h) * scores_ld + b, scores_ld});
-            } else {
-                float part[L * L];
-                product<float>(h, 1, columns, {q + (b + h) * ld, ld, 1}, {kt, wide}, {part, L});
-                for (int64_t r = 0; r < h; ++r) store(scores + (b + h + r) * scores_ld + b, load(part + r * L), static_cast<int>(h));
-            }
-            float* left = whole + b / kDirect * ld;
-            float* right = whole + (b + h) / kDirect * ld;
-            scale_rows(q + (b + h) * ld, ld, h, columns, left);
-            scale_rows(k + b * ld, ld, h, columns, right);
-            for (int64_t c = 0; c < columns; c += L) store(left + c, load(left + c) * load(right + c));
+        if (!d_decay) continue;
+        F total = zero();
+        for (int t = kDirect - 1; t > 0; --t) {
+            total += passed[t];
+            store(d_decay + t * ld + c, load(d_decay + t * ld + c) + total);
         }
     }
 }
+
+// One chunk of `Tokens` (a power of two times kDirect, a multiple of L), panels of `ld` columns.
+// Level l has blocks of kDirect·2^l tokens; on the last, the block is the chunk.
+template <int Tokens>
+class VectorDecay {
+public:
+    static constexpr int kLevels = Tokens == kDirect ? 1 : Tokens == 2 * kDirect ? 2 : Tokens == 4 * kDirect ? 3 : 4;
+    static_assert(Tokens == kDirect << (kLevels - 1) && Tokens % L == 0);
+
+    // columns 0: not to be used, takes no memory.
+    VectorDecay(phistate::Scratch& scratch, int64_t columns) : ld_(columns) {
+        since_ = scratch.floats(Tokens * ld_);
+        until_ = scratch.floats(Tokens * ld_);
+        kt_ = scratch.floats(Tokens * ld_);
+        for (int l = 0; l < kLevels; ++l) {
+            q_[l] = scratch.floats(Tokens * ld_);
+            k_[l] = scratch.floats(Tokens * ld_);
+            whole_[l] = scratch.floats((Tokens / kDirect >> l) * ld_);
+        }
+    }
+
+    // Takes the chunk's rates and keys (which must stay where they are).
+    void keys(const float* k, const float* rate) {
+        key_ = k;
+        rate_ = rate;
+        // Products from each small block's start through each token, and from after it through the block's end.
+        for (int64_t b = 0; b < Tokens; b += kDirect)
+            for (int64_t c = 0; c < ld_; c += L) {
+                F forward = splat(1.0f), backward = splat(1.0f);
+                for (int i = 0; i < kDirect; ++i) {
+                    forward *= load(rate + (b + i) * ld_ + c);
+                    store(since_ + (b + i) * ld_ + c, forward);
+                    const int64_t j = b + kDirect - 1 - i;
+                    store(until_ + j * ld_ + c, backward);
+                    backward *= load(rate + j * ld_ + c);
+                }
+                store(whole_[0] + b / kDirect * ld_ + c, forward);
+            }
+        multiply(k_[0], k, until_, Tokens * ld_);
+        for (int l = 0; l + 1 < kLevels; ++l) {
+            const int64_t h = kDirect << l;
+            for (int64_t b = 0; b < Tokens; b += 2 * h) {
+                const float *left = block(whole_[l], l, b), *right = block(whole_[l], l, b + h);
+                multiply(block(whole_[l + 1], l + 1, b), left, right, ld_);
+                scale_rows(k_[l + 1] + b * ld_, k_[l] + b * ld_, ld_, h, ld_, right);
+                memcpy(k_[l + 1] + (b + h) * ld_, k_[l] + (b + h) * ld_, h * ld_ * sizeof(float));
+            }
+        }
+    }
+
+    // Takes one head's queries.
+    void queries(const float* q) {
+        query_ = q;
+        multiply(q_[0], q, since_, Tokens * ld_);
+        for (int l = 0; l + 1 < kLevels; ++l) {
+            const int64_t h = kDirect << l;
+            for (int64_t b = 0; b < Tokens; b += 2 * h) {
+                memcpy(q_[l + 1] + b * ld_, q_[l] + b * ld_, h * ld_ * sizeof(float));
+                scale_rows(q_[l + 1] + (b + h) * ld_, q_[l] + (b + h) * ld_, ld_, h, ld_, block(whole_[l], l, b));
+            }
+        }
+    }
+
+    const float* queries_since_start() const { return q_[kLevels - 1]; }
+    const float* keys_until_end() const { return k_[kLevels - 1]; }
+    const float* whole() const { return whole_[kLevels - 1]; }
+
+    // scores [Tokens, Tokens], zeros above the diagonal.
+    void scores(float* scores) {
+        memset(scores, 0, Tokens * Tokens * sizeof(float));
+        for (int64_t b = 0; b < Tokens; b += kDirect)
+            direct_scores(query_ + b * ld_, key_ + b * ld_, rate_ + b * ld_, ld_, ld_, scores + b * Tokens + b, Tokens);
+        for (int l = 0; l + 1 < kLevels; ++l) {
+            const int64_t h = kDirect << l, wide = round_up(h, L);
+            for (int64_t b = 0; b < Tokens; b += 2 * h) {
+                const float* q = q_[l] + (b + h) * ld_;
+                float* to = scores + (b + h) * Tokens + b;
+                // Only left blocks are read, but a transpose moves whole vectors of tokens.
+                transpose_panel(k_[l] + b * ld_, ld_, wide, ld_, kt_, wide);
+                if (h % L == 0) {
+                    product<float>(h, h / L, ld_, {q, ld_, 1}, {kt_, wide}, {to, Tokens});
+                } else {  // a whole vector would overwrite the right block's diagonal
+                    float part[kDirect * L];
+                    product<float>(h, 1, ld_, {q, ld_, 1}, {kt_, wide}, {part, L});
+                    for (int64_t r = 0; r < h; ++r) store(to + r * Tokens, load(part + r * L), static_cast<int>(h));
+                }
+            }
+        }
+    }
+
+    // On entry dq and dk hold the gradients of queries_since_start and keys_until_end; on return those of the
+    // queries and the keys, d_scores [Tokens, Tokens] (its lower triangle) included. d_decay, unless null, gets
+    // what passes between tokens of the chunk.
+    void gradients(const float* d_scores, float* dq, float* dk, float* d_decay) {
+        for (int l = kLevels - 2; l >= 0; --l) {
+            const int64_t h = kDirect << l;
+            for (int64_t b = 0; b < Tokens; b += 2 * h) {
+                const int64_t left = b * ld_, right = (b + h) * ld_;
+                const float* d = d_scores + (b + h) * Tokens + b;
+                scale_rows(dq + right, dq + right, ld_, h, ld_, block(whole_[l], l, b));
+                scale_rows(dk + left, dk + left, ld_, h, ld_, block(whole_[l], l, b + h));
+                float* part = kt_;
+                product<float>(h, ld_ / L, h, {d, Tokens, 1}, {k_[l] + left, ld_}, {part, ld_});
+                if (d_decay) sum_from_end(q_[l] + right, part, ld_, h, ld_, d_decay + right);
+                add(dq + right, part, h * ld_);
+                product<float>(h, ld_ / L, h, {d, 1, Tokens}, {q_[l] + right, ld_}, {part, ld_});
+                if (d_decay) sum_from_start(k_[l] + left, part, ld_, h, ld_, d_decay + left);
+                add(dk + left, part, h * ld_);
+            }
+        }
+        multiply(dq, dq, since_, Tokens * ld_);
+        multiply(dk, dk, until_, Tokens * ld_);
+        for (int64_t b = 0; b < Tokens; b += kDirect)
+            direct_gradients(query_ + b * ld_, key_ + b * ld_, rate_ + b * ld_, ld_, ld_, d_scores + b * Tokens + b, Tokens,
+                             dq + b * ld_, dk + b * ld_, d_decay ? d_decay + b * ld_ : nullptr);
+    }
+
+private:
+    float* block(float* whole, int level, int64_t token) const { return whole + token / (kDirect << level) * ld_; }
+
+    const int64_t ld_;
+    const float *key_ = nullptr, *query_ = nullptr, *rate_ = nullptr;
+    float *since_, *until_, *kt_, *q_[kLevels], *k_[kLevels], *whole_[kLevels];
+};
 
 }  // namespace PHISTATE_NS

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phistate.ops.causal_conv1d import causal_conv1d_step_ as causal_conv1d_step_
     from phistate.ops.linear_attention import linear_attention as linear_attention
     from phistate.ops.mamba2 import mamba2_scan as mamba2_scan
+    from phistate.ops.mamba2 import mamba2_step_ as mamba2_step_
     from phistate.ops.selective_scan import selective_scan as selective_scan
     from phistate.ops.selective_scan import selective_scan_step_ as selective_scan_step_
     from phistate.ops.softmax_attention import softmax_attention as softmax_attention
@@ -35,6 +36,7 @@ _HOME = {
     "causal_conv1d_step_": "phistate.ops.causal_conv1d",
     "linear_attention": "phistate.ops.linear_attention",
     "mamba2_scan": "phistate.ops.mamba2",
+    "mamba2_step_": "phistate.ops.mamba2",
     "selective_scan": "phistate.ops.selective_scan",
     "selective_scan_step_": "phistate.ops.selective_scan",
     "softmax_attention": "phistate.ops.softmax_attention",

@@ -1,14 +1,16 @@
 """What a call holds beside its inputs: the growth of the process's resident memory, measured in a process of its own.
 
-``python -m phistate.bench.memory CASE THREADS`` prints the bytes as JSON: the peak of the resident set during the call
-(Linux keeps it; the mark is reset before) minus the resident set just before, when the inputs are already written.
+``python -m phistate.bench.memory CASE TOKENS THREADS`` prints the bytes as JSON: the peak of the resident set during
+the call (Linux keeps it; the mark is reset before) minus the resident set just before, when the inputs are written.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +20,9 @@ from phistate.bench.ready import Missing, ready
 
 _STATUS = Path("/proc/self/status")
 
+# What is freed goes back at once: memory kept in the heap from earlier would be used again without the set growing.
+_GLIBC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+
 
 def measure(case: Case, threads: int) -> int:
     """Bytes ``case`` holds at its peak beside its inputs, results included.
@@ -25,8 +30,8 @@ def measure(case: Case, threads: int) -> int:
     Raises:
         Missing: the system does not tell a process's peak, or the run failed; the message says how.
     """
-    command = [sys.executable, "-m", "phistate.bench.memory", case.name, str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "phistate.bench.memory", case.name, str(case.work.T), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **_GLIBC})
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise Missing(f"the measuring process failed: {lines[-1]}")
@@ -45,7 +50,7 @@ def allowed(case: Case) -> int:
     return 3 * case.work.T * case.work.shorter(1).inputs(case.dtype)["q"].nbytes if case.run == "both" else 8 << 20
 
 
-def _own(case: Case) -> int:
+def _grown(case: Case) -> int:
     if not _STATUS.is_file():
         raise Missing("/proc/self/status is not there: only Linux tells a process's peak")
     ready(case.work.ours, case.work.shorter(64).inputs(case.dtype), case.run).run()  # loads and warms everything
@@ -75,9 +80,10 @@ def _field(name: str) -> int:
 
 
 def _main() -> None:
-    name, threads = sys.argv[1:]
+    name, tokens, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    print(json.dumps({"bytes": _own(CASES[name])}))
+    case = CASES[name]
+    print(json.dumps({"bytes": _grown(replace(case, work=case.work.shorter(int(tokens))))}))
 
 
 if __name__ == "__main__":

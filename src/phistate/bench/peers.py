@@ -88,7 +88,7 @@ def _transformers(case: Case, inputs: Inputs, threads: int) -> Ready:
 
             return ready(stepped, inputs, run)
         chunk = _fallback(module, "chunk_kimi_delta_attention" if kda else "torch_chunk_gated_delta_rule")
-        return ready(lambda x: chunk(x["q"], x["k"], x["v"], x["decay"], x["beta"]), inputs, run)
+        return ready(lambda x: chunk(x["q"], x["k"], x["v"], x["decay"], x["beta"])[:1], inputs, run)
     if isinstance(work, Mamba2):
         chunked = _fallback("mamba2", "mamba2_chunk_scan")
 

@@ -58,9 +58,25 @@ def table(threads: int, rows: Iterable[Row]) -> Table:
         texts = [Text(cell, style=style if name == "met" else "") for name, cell in zip(COLUMNS, cells, strict=True)]
         shown.add_row(row.case if row.case != last else "", *texts)
         last = row.case
-        if remark := _remark(row):
-            shown.add_row("", Text(remark, style="dim"))
     return shown
+
+
+def remarks(rows: Iterable[Row]) -> list[str]:
+    """What a reader has to know beside the table, each said once, with the rows it holds for.
+
+    >>> remarks([Row("a", "sdpa", 1, "float32", note="another function"), Row("b", "torch", 1, "float32")])
+    ['another function: a (sdpa)']
+    """
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for remark in (row.missing, row.note):
+            if remark:
+                found.setdefault(remark, []).append(f"{row.case} ({row.peer})")
+        if row.backend is not None and row.backend != "cpu":
+            names = found.setdefault(f"ours ran on {row.backend}", [])
+            if row.case not in names:
+                names.append(row.case)
+    return [f"{remark}: {', '.join(names)}" for remark, names in found.items()]
 
 
 def markdown(results: Results) -> str:
@@ -90,9 +106,8 @@ def markdown(results: Results) -> str:
         lines += ["", f"### {limits.threads} thread{'s' if limits.threads > 1 else ''}", ""]
         lines += ["| case | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 1)]
         lines += ["| " + " | ".join((row.case, *_cells(row))) + " |" for row in rows]
-        remarks = [f"- `{row.case}` beside {row.peer}: {_remark(row)}" for row in rows if _remark(row)]
-        if remarks:
-            lines += ["", *remarks]
+        if told := remarks(rows):
+            lines += ["", *(f"- {remark}" for remark in told)]
     return "\n".join(lines) + "\n"
 
 
@@ -125,13 +140,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         "–" if row.rate is None else f"{row.rate / 1e9:.3g}",
         share,
     )
-
-
-def _remark(row: Row) -> str:
-    parts = [row.missing, row.note or None]
-    if row.backend is not None and row.backend != "cpu":
-        parts.append(f"ours ran on {row.backend}")
-    return "; ".join(part for part in parts if part)
 
 
 def _bar(row: Row) -> str:
@@ -167,7 +175,7 @@ def _ratio(ratio: tuple[float, float, float] | None) -> str:
     """The median and its quartiles; as a speed-up where ours is more than five times faster.
 
     >>> _ratio((0.5, 0.6, 0.7)), _ratio((0.01, 0.0125, 0.02))
-    ('0.60 (0.50–0.70)', '80.0× faster (50–100)')
+    ('0.60 (0.50–0.70)', '80× faster (50–100)')
     """
     if ratio is None:
         return "–"

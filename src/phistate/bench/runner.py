@@ -118,6 +118,10 @@ def _timed(case: Case, threads: int, limits: Limits, seconds: float) -> Iterator
         except Missing as missing:
             yield replace(row, missing=str(missing))
             continue
+        except Exception as failure:  # another library's, which may raise anything: a row, not the end of the run
+            words = " ".join(str(failure).split())
+            yield replace(row, missing=f"failed: {type(failure).__name__}: {words[:200]}")
+            continue
         own_times, their_times = _by_turns(own, theirs, threads, seconds)
         low, middle, high = quartiles([a / b for a, b in zip(own_times, their_times, strict=True)])
         row = _with_rates(row, case, quartiles(own_times)[1], limits)

@@ -59,7 +59,7 @@ def ops(
     from rich.console import Console
 
     from phistate.bench import cases, machine
-    from phistate.bench.render import summary, table
+    from phistate.bench.render import remarks, summary, table
 
     if not (seconds >= 0 and math.isfinite(seconds)):
         _refuse(f"--seconds: got {seconds}; takes a number ≥ 0")
@@ -84,7 +84,10 @@ def ops(
 
         _write("--markdown", markdown_file, markdown(results))
     for limits in results.limits:
-        console.print(table(limits.threads, [row for row in results.rows if row.threads == limits.threads]))
+        rows = [row for row in results.rows if row.threads == limits.threads]
+        console.print(table(limits.threads, rows))
+        for remark in remarks(rows):
+            console.print(f"• {remark}", style="dim", highlight=False, markup=False)
     console.print(summary(results.rows), highlight=False)
 
 

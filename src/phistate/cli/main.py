@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from phistate import __version__
+from phistate.cli.audit import audit
 from phistate.cli.bench import bench
 from phistate.cli.info import info
 
@@ -17,8 +18,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(info)
+app.command()(audit)
 app.add_typer(bench)
+app.command()(info)
 
 # Typer gives its usage errors no public name, and their home changed when it took click in.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -36,13 +38,19 @@ def _root(
         typer.echo(context.get_help())
 
 
+def _told(error: Exception) -> str:
+    """What a usage error says; ours name their argument themselves, typer's know it."""
+    if isinstance(error, typer.BadParameter) and error.param is not None:
+        return error.format_message()
+    return error.message if isinstance(error, typer.BadParameter) else str(error)
+
+
 def main() -> None:
     """Run the command; bad input is one line on stderr and exit code 2."""
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:
-        message = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
-        typer.echo(f"phistate: {' '.join(message.split())}", err=True)
+        typer.echo(f"phistate: {' '.join(_told(error).split())}", err=True)
         code = 2
     except typer.Abort:
         typer.echo("phistate: stopped", err=True)

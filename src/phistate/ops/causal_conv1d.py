@@ -10,8 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phistate.ops import reference_scan
-from phistate.ops.backends import cpu_causal_conv1d as cpu
-from phistate.ops.checks import check_float, check_mask, check_side_input, sequence_bounds, use_native
+from phistate.ops.backends import causal_conv1d as cpu
+from phistate.ops.checks import (
+    check_float,
+    check_mask,
+    check_no_gradient,
+    check_side_input,
+    sequence_bounds,
+    use_native,
+)
 
 MAX_WIDTH = 8
 """The widest filter taken."""
@@ -94,7 +101,7 @@ def causal_conv1d(
     """
     _check(x, weight, bias, activation)
     check_mask(mask, x)
-    bounds = sequence_bounds(cu_seqlens, x)
+    bounds = None if torch.compiler.is_compiling() else sequence_bounds(cu_seqlens, x)
     if initial_state is not None:
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         check_side_input("initial_state", initial_state, x, [(rows, x.shape[2], weight.shape[1] - 1)])
@@ -141,11 +148,7 @@ def causal_conv1d_step_(
     """
     if x.ndim != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}; takes [B,C]")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (state, x, weight, bias)):
-        raise ValueError(
-            "state: got inputs that require a gradient, which a step in place cannot record; "
-            "takes them under torch.no_grad(), or causal_conv1d"
-        )
+    check_no_gradient(state, x, weight, bias)
     one = x.unsqueeze(1)
     _check(one, weight, bias, activation)
     width = weight.shape[1]

@@ -90,6 +90,15 @@ def check_float(name: str, x: Tensor, layout: str, dims: int) -> None:
         raise TypeError(f"{name}: got {x.dtype}; takes float64, float32, bfloat16 or float16")
 
 
+def check_no_gradient(state: Tensor, *inputs: Tensor | None) -> None:
+    """A step in place records no gradient, so none may be asked for."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *inputs)):
+        raise ValueError(
+            "state: got inputs that require a gradient, which a step in place cannot record; "
+            "takes them under torch.no_grad()"
+        )
+
+
 def use_native(backend: str, reasons: Sequence[str]) -> bool:
     """Whether an op of two paths takes its native kernel, against which ``reasons`` stand.
 

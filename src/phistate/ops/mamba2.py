@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phistate.ops.checks import check_float, check_mask, check_side_input
+from phistate.ops.backends import selective_scan as cpu
+from phistate.ops.checks import check_float, check_mask, check_no_gradient, check_side_input, use_native
 from phistate.ops.linear_attention import linear_attention
 from phistate.ops.state import State
 
@@ -112,6 +113,122 @@ def mamba2_scan(
     >>> y.shape, state.s.shape
     (torch.Size([1, 6, 4, 8]), torch.Size([1, 4, 16, 8]))
     """
+    _check(x, dt, A, B, C, D, z, dt_bias, dt_limit)
+    check_mask(mask, x)
+    padded = None if mask is None else ~mask[:, :, None]
+    if padded is not None:
+        # linear_attention drops padded rows of q, k and v; what it is not given must be dropped here.
+        x, dt = x.masked_fill(padded.unsqueeze(-1), 0.0), dt.masked_fill(padded, 0.0)
+        z = None if z is None else z.masked_fill(padded.unsqueeze(-1), 0.0)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    step = _step_sizes(dt, dt_bias, dt_softplus, dt_limit, wide)
+    y, state = linear_attention(
+        C,
+        B,
+        (x * step.unsqueeze(-1)).to(x.dtype),
+        decay=step * A.to(wide),
+        scale=1.0,
+        initial_state=initial_state,
+        return_state=True,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+    )
+    if D is not None:
+        y = y + (D.unsqueeze(-1) if D.ndim == 1 else D).to(x.dtype) * x
+    if z is not None:
+        y = y * F.silu(z).to(x.dtype)
+    return (y, state) if return_state else y
+
+
+def mamba2_step_(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    backend: str = "auto",
+) -> Tensor:
+    """One token of :func:`mamba2_scan`, the state updated in place: the decode step. Records no gradient.
+
+    Args:
+        state: ``[B,H,P,N]``, as models keep it, overwritten by the state after this token; any floating type and
+            order in memory, fastest where N or P is dense. What a State holds is ``state.s.mT``.
+        x: ``[B,H,P]`` inputs.
+        dt: ``[B,H]`` step sizes.
+        A: ``[H]`` log-rates, ≤ 0.
+        B: ``[B,G,N]``.
+        C: as B.
+        D: ``[H]``, ``[H,P]`` or None.
+        z: ``[B,H,P]`` or None.
+        dt_bias: ``[H]`` or None.
+        dt_softplus: as there.
+        dt_limit: as there.
+        backend: as there.
+
+    Returns:
+        ``[B,H,P]`` in x's dtype.
+
+    Raises:
+        ValueError: shapes or choices that do not fit, or inputs whose gradient would be lost.
+        TypeError: a wrong type or dtype.
+
+    >>> import torch, phistate
+    >>> x, dt, A = torch.randn(1, 4, 8), torch.rand(1, 4), -torch.rand(4)
+    >>> B, C = torch.randn(2, 1, 2, 16).unbind()
+    >>> state = torch.zeros(1, 4, 8, 16)
+    >>> phistate.mamba2_step_(state, x, dt, A, B, C).shape
+    torch.Size([1, 4, 8])
+    """
+    if x.ndim != 3:
+        raise ValueError(f"x: got shape {tuple(x.shape)}; takes [B,H,P]")
+    check_no_gradient(state, x, dt, A, B, C, D, z, dt_bias)
+    _check(x.unsqueeze(1), dt.unsqueeze(1), A, B.unsqueeze(1), C.unsqueeze(1), D, None, dt_bias, dt_limit)
+    rows, heads, P = x.shape
+    N = B.shape[-1]
+    check_side_input("z", z, x, [(rows, heads, P)])
+    if state.shape != (rows, heads, P, N) or state.device != x.device:
+        raise ValueError(
+            f"state: got shape {tuple(state.shape)} on {state.device}; "
+            f"takes [B,H,P,N] = {(rows, heads, P, N)} on {x.device}"
+        )
+    if use_native(backend, cpu.reasons_against(x)) and state.stride(3) == 1 and state.stride(1) == P * state.stride(2):
+        flat = state.flatten(1, 2)
+        rate = A.float().unsqueeze(1).expand(heads, N)
+        skip = D if D is None else (D.repeat_interleave(P) if D.ndim == 1 else D.flatten())
+        inputs = (x.flatten(1), dt, rate, B, C, skip, None if z is None else z.flatten(1), dt_bias)
+        return cpu.step_(flat, *inputs, dt_softplus, P, dt_limit).unflatten(1, (heads, P))
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    step = _step_sizes(dt, dt_bias, dt_softplus, dt_limit, wide)
+    write, read = (t.repeat_interleave(heads // t.shape[1], 1).to(wide).unsqueeze(2) for t in (B, C))
+    held = state.to(wide) * (step * A.to(wide)).exp()[..., None, None]
+    held = held + (step.unsqueeze(-1) * x.to(wide)).unsqueeze(-1) * write
+    y = (held * read).sum(-1)
+    state.copy_(held)
+    if D is not None:
+        y = y + (D.unsqueeze(-1) if D.ndim == 1 else D).to(wide) * x.to(wide)
+    if z is not None:
+        y = y * F.silu(z.to(wide))
+    return y.to(x.dtype)
+
+
+def _check(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
+) -> None:
     check_float("x", x, "[B,T,H,P]", 4)
     rows, T, heads, P = x.shape
     for name, value in (("dt", dt), ("A", A), ("B", B), ("C", C)):
@@ -122,41 +239,21 @@ def mamba2_scan(
     check_side_input("D", D, x, [(heads,), (heads, P)])
     check_side_input("z", z, x, [tuple(x.shape)])
     check_side_input("dt_bias", dt_bias, x, [(heads,)])
-    if B.ndim != 4 or B.shape[2] == 0 or heads % B.shape[2]:
+    if B.ndim != 4 or B.shape[:2] != (rows, T) or B.shape[2] == 0 or heads % B.shape[2]:
         raise ValueError(f"B: got shape {tuple(B.shape)}; takes [B,T,G,N], G a count that divides H = {heads}")
-    if C.shape != B.shape:
-        raise ValueError(f"C: got shape {tuple(C.shape)}; takes {tuple(B.shape)}, as B has")
+    for name, value in (("B", B), ("C", C)):
+        check_side_input(name, value, x, [tuple(B.shape)])
     low, high = dt_limit
     if not low <= high:
         raise ValueError(f"dt_limit: got {dt_limit}; takes a lower and an upper limit")
-    check_mask(mask, x)
-    padded = None if mask is None else ~mask[:, :, None]
-    if padded is not None:
-        # linear_attention drops padded rows of q, k and v; what it is not given must be dropped here.
-        x, dt = x.masked_fill(padded.unsqueeze(-1), 0.0), dt.masked_fill(padded, 0.0)
-        z = None if z is None else z.masked_fill(padded.unsqueeze(-1), 0.0)
-    step = dt.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _step_sizes(
+    dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], wide: torch.dtype
+) -> Tensor:
+    step = dt.to(wide)
     if dt_bias is not None:
-        step = step + dt_bias.to(step.dtype)
+        step = step + dt_bias.to(wide)
     if dt_softplus:
         step = F.softplus(step)
-    if low > 0.0 or high != float("inf") or not dt_softplus:
-        step = step.clamp(low, high)
-    o = linear_attention(
-        C,
-        B,
-        (x * step.unsqueeze(-1)).to(x.dtype),
-        decay=step * A.to(step.dtype),
-        scale=1.0,
-        initial_state=initial_state,
-        return_state=True,
-        mask=mask,
-        cu_seqlens=cu_seqlens,
-        backend=backend,
-    )
-    y, state = o
-    if D is not None:
-        y = y + (D.unsqueeze(-1) if D.ndim == 1 else D).to(x.dtype) * x
-    if z is not None:
-        y = y * F.silu(z).to(x.dtype)
-    return (y, state) if return_state else y
+    return step.clamp(*dt_limit)

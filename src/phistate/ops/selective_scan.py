@@ -10,8 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phistate.ops import reference_scan
-from phistate.ops.backends import cpu_selective_scan as cpu
-from phistate.ops.checks import check_float, check_mask, check_side_input, sequence_bounds, use_native
+from phistate.ops.backends import selective_scan as cpu
+from phistate.ops.checks import (
+    check_float,
+    check_mask,
+    check_no_gradient,
+    check_side_input,
+    sequence_bounds,
+    use_native,
+)
 
 
 @overload
@@ -78,8 +85,8 @@ def selective_scan(
         y_t = y_t · silu(z_t)                             with a gate
 
     Args:
-        x: ``[B,T,D]`` inputs, float64, float32, bfloat16 or float16. As every tensor here it may be a strided view; both
-            ``[B,T,D]`` and a transposed ``[B,D,T]`` in memory run without a copy, and the output has x's layout.
+        x: ``[B,T,D]`` inputs, float64, float32, bfloat16 or float16. As every tensor here it may be a strided view;
+            both ``[B,T,D]`` and a transposed ``[B,D,T]`` in memory run without a copy, and the output has x's layout.
         delta: ``[B,T,D]`` step sizes. Like every tensor below but the state: in x's dtype or float32.
         A: ``[D,N]`` log-rates, negative where the state is to forget.
         B: ``[B,T,N]`` what a step writes, or ``[B,T,G,N]``: channel d uses group d // (D // G).
@@ -114,7 +121,7 @@ def selective_scan(
     """
     _check(x, delta, A, B, C, D, z, delta_bias)
     check_mask(mask, x)
-    bounds = sequence_bounds(cu_seqlens, x)
+    bounds = None if torch.compiler.is_compiling() else sequence_bounds(cu_seqlens, x)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if initial_state is not None:
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -174,11 +181,7 @@ def selective_scan_step_(
     if x.ndim != 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}; takes [B,D]")
     given = (x, delta, B, C, z)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (state, A, D, delta_bias, *given)):
-        raise ValueError(
-            "state: got inputs that require a gradient, which a step in place cannot record; "
-            "takes them under torch.no_grad(), or selective_scan"
-        )
+    check_no_gradient(state, A, D, delta_bias, *given)
     one, steps, write, read, gate = (None if t is None else t.unsqueeze(1) for t in given)
     assert one is not None
     assert steps is not None
