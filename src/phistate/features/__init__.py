@@ -5,25 +5,39 @@ from __future__ import annotations
 import inspect
 
 from phistate.features.base import ExponentialFeatureMap, FeatureMap, Side
-from phistate.features.learned import Hedgehog
-from phistate.features.pointwise import Elu, Exp, Relu, ReluSquared, Uniform
+from phistate.features.centred import Centred
+from phistate.features.fitted import FavorPlusPlus, FavorSharp, FittedFeatureMap
+from phistate.features.landmark import Nystrom
+from phistate.features.learned import Hedgehog, ReBased
+from phistate.features.pointwise import DPFP, Elu, Exp, Relu, ReluSquared, Uniform
 from phistate.features.polynomial import Polynomial, Taylor
 from phistate.features.positional import CosFormer
-from phistate.features.random import FavorPlus, RandomFeatureMap, TrigonometricFeatures
+from phistate.features.random import FavorPlus, Hyperbolic, RandomFeatureMap, Simplex, TrigonometricFeatures
+from phistate.features.sketch import PolySketch
 
 __all__ = [
+    "DPFP",
+    "Centred",
     "CosFormer",
     "Elu",
     "Exp",
     "ExponentialFeatureMap",
     "FavorPlus",
+    "FavorPlusPlus",
+    "FavorSharp",
     "FeatureMap",
+    "FittedFeatureMap",
     "Hedgehog",
+    "Hyperbolic",
+    "Nystrom",
+    "PolySketch",
     "Polynomial",
     "RandomFeatureMap",
+    "ReBased",
     "Relu",
     "ReluSquared",
     "Side",
+    "Simplex",
     "Taylor",
     "TrigonometricFeatures",
     "Uniform",
@@ -43,6 +57,14 @@ _MAPS: dict[str, type[FeatureMap]] = {
     "rff": TrigonometricFeatures,
     "cosformer": CosFormer,
     "hedgehog": Hedgehog,
+    "dpfp": DPFP,
+    "rebased": ReBased,
+    "hyperbolic": Hyperbolic,
+    "oprf": FavorPlusPlus,
+    "sderf": FavorSharp,
+    "simplex": Simplex,
+    "nystrom": Nystrom,
+    "polysketch": PolySketch,
 }
 
 

@@ -1,11 +1,15 @@
-"""Maps that are trained: Hedgehog."""
+"""Maps that are trained: Hedgehog and ReBased."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 
 from phistate.features.base import FeatureMap, Side, check_count
+from phistate.features.polynomial import Monomials
 
 
 class Hedgehog(FeatureMap):
@@ -24,7 +28,7 @@ class Hedgehog(FeatureMap):
     Raises:
         ValueError: a head count below 1; when called, x with another head count than the weights have.
 
-    Paper: Zhang et al. 2024, arXiv:2402.04347, eq. 5-6.
+    Paper: Zhang et al. 2024, arXiv:2402.04347.
 
     Example:
         >>> import torch
@@ -55,6 +59,61 @@ class Hedgehog(FeatureMap):
         """Softmax of the projection and of its opposite."""
         projected = (self.query_projection if side == "query" else self.key_projection)(x)
         return torch.cat((projected.softmax(-1), (-projected).softmax(-1)), -1)
+
+
+class ReBased(FeatureMap):
+    """A quadratic kernel of learned, normalised vectors.
+
+    φ(x) = packed monomials of degree 2 of scale^½ (γ∘LN(x) + β), so that κ̂ = (scale · x̂·ŷ)² exactly, where
+    LN(x) = (x − mean) / √(variance + eps) over the channels and queries and keys have a γ and β each. γ
+    starts at one and β at zero.
+
+    Args:
+        head_dim: D; the map makes D(D+1)/2 features.
+        eps: added to the variance inside LN, ≥ 0.
+        scale: softmax scale, None: D ** -0.5.
+
+    Raises:
+        ValueError: a negative or non-finite ``eps``.
+
+    Paper: Aksenov et al. 2024, arXiv:2402.10644.
+
+    Example:
+        >>> import torch
+        >>> phi = ReBased(3, scale=1.0, eps=0.0)
+        >>> x = torch.tensor([[1.0, 2.0, 3.0]])
+        >>> (phi.query(x) * phi.key(x)).sum().detach()  # ‖LN(x)‖² = 3
+        tensor(9.0000)
+    """
+
+    def __init__(self, head_dim: int, *, eps: float = 1e-5, scale: float | None = None) -> None:
+        super().__init__(head_dim, scale=scale)
+        if not (eps >= 0 and math.isfinite(eps)):
+            raise ValueError(f"eps: got {eps}; takes a finite number ≥ 0")
+        self.eps = float(eps)
+        self.query_gain = nn.Parameter(torch.ones(head_dim))
+        self.query_shift = nn.Parameter(torch.zeros(head_dim))
+        self.key_gain = nn.Parameter(torch.ones(head_dim))
+        self.key_shift = nn.Parameter(torch.zeros(head_dim))
+        self.monomials = Monomials(head_dim, 2)
+
+    @property
+    def num_features(self) -> int:
+        """F = D(D+1)/2."""
+        return self.head_dim * (self.head_dim + 1) // 2
+
+    def features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
+        """√2 times the weighted monomials of degree 2 of the normalised vector."""
+        query = side == "query"
+        gain = (self.query_gain if query else self.key_gain).to(x.dtype)
+        shift = (self.query_shift if query else self.key_shift).to(x.dtype)
+        # x comes times √scale, and eps is meant for the vector itself.
+        normal = layer_norm(x, (self.head_dim,), gain, shift, self.eps * self.scale)
+        return self.monomials(normal)[-1] * (math.sqrt(2) * self.scale)
+
+    def extra_repr(self) -> str:
+        """The base's settings and eps."""
+        return f"{super().extra_repr()}, eps={self.eps:.9g}"
 
 
 class HeadwiseLinear(nn.Module):

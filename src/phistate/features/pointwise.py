@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
-from phistate.features.base import ExponentialFeatureMap, FeatureMap, Side
+from phistate.features.base import ExponentialFeatureMap, FeatureMap, Side, check_count
 
 
 class Elu(FeatureMap):
@@ -20,7 +21,7 @@ class Elu(FeatureMap):
         head_dim: D; the map makes D features.
         scale: softmax scale, None: D ** -0.5.
 
-    Paper: Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7.
+    Paper: Katharopoulos et al. 2020, arXiv:2006.16236.
 
     Example:
         >>> import torch
@@ -144,6 +145,48 @@ class Exp(ExponentialFeatureMap):
     def extra_repr(self) -> str:
         """The base's settings and whether the channels are normalised."""
         return f"{super().extra_repr()}, softmax={self.softmax}"
+
+
+class DPFP(FeatureMap):
+    """Deterministic parameter-free projection: products of rectified channels, sparse and nonnegative.
+
+    With r = [relu(x), relu(−x)], φ(x) = [r_i · r_{(i+j) mod 2D}] for i = 1..2D and j = 1..ν.
+
+    Args:
+        head_dim: D; the map makes 2Dν features.
+        nu: ν, from 1 to 2D − 1.
+        scale: softmax scale, None: D ** -0.5.
+
+    Raises:
+        ValueError: ``nu`` out of range.
+
+    Paper: Schlag et al. 2021, arXiv:2102.11174.
+
+    Example:
+        >>> import torch
+        >>> DPFP(2, nu=1, scale=1.0).key(torch.tensor([[2.0, -3.0]]))  # r = [2, 0, 0, 3]
+        tensor([[0., 0., 0., 6.]])
+    """
+
+    def __init__(self, head_dim: int, *, nu: int = 1, scale: float | None = None) -> None:
+        super().__init__(head_dim, scale=scale)
+        self.nu = check_count("nu", nu)
+        if nu >= 2 * head_dim:
+            raise ValueError(f"nu: got {nu}; takes 1 to 2·head_dim − 1 = {2 * head_dim - 1}")
+
+    @property
+    def num_features(self) -> int:
+        """F = 2Dν."""
+        return 2 * self.head_dim * self.nu
+
+    def features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
+        """r times r turned by 1 to ν places."""
+        r = torch.cat((x.relu(), (-x).relu()), -1)
+        return torch.cat([r * r.roll(-j, -1) for j in range(1, self.nu + 1)], -1)
+
+    def extra_repr(self) -> str:
+        """The base's settings and ν."""
+        return f"{super().extra_repr()}, nu={self.nu}"
 
 
 class Uniform(FeatureMap):

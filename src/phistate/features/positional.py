@@ -27,7 +27,7 @@ class CosFormer(FeatureMap):
     Raises:
         ValueError: ``max_length`` below 1; when called, ``positions`` missing, negative or ≥ M.
 
-    Paper: Qin et al. 2022, arXiv:2202.08791, eq. 9-10.
+    Paper: Qin et al. 2022, arXiv:2202.08791.
 
     Example:
         >>> import torch

@@ -52,7 +52,7 @@ def simplex(dim: int) -> Tensor:
     Raises:
         ValueError: ``dim`` below 2, where there is no simplex.
 
-    Paper: Reid et al. 2023, arXiv:2301.13856, eq. 10.
+    Paper: Reid et al. 2023, arXiv:2301.13856.
     """
     if dim < 2:
         raise ValueError(f"head_dim: got {dim}; simplex rows take at least 2")
