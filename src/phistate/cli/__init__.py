@@ -1,0 +1,1 @@
+"""The command ``phistate``, one file a command."""
