@@ -9,6 +9,7 @@ import typer
 
 from phistate import __version__
 from phistate.cli.audit import audit
+from phistate.cli.features import features
 
 app = typer.Typer(
     name="phistate",
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(audit)
+app.command()(features)
 
 # Typer gives its usage errors no public name, and their home changed when it took click in.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
