@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from phistate.cli.bench_model import model
+
 if TYPE_CHECKING:
     from phistate.bench.cases import Case
     from phistate.bench.render import Results
@@ -18,6 +20,9 @@ _PAGE = 180
 """Columns of a table that goes to a file or a pipe: enough for every cell on one line."""
 
 bench = typer.Typer(name="bench", help="Measure the ops beside their peers.", no_args_is_help=True)
+
+
+bench.command()(model)
 
 
 @bench.callback()

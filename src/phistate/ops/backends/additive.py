@@ -20,7 +20,7 @@ SEGMENT = 512
 """PHISTATE_SEGMENT: tokens between two states kept for backward."""
 
 # struct phistate_additive: 8-byte fields, all integers or pointers but scale, the 18th; a view is five of them.
-_LAYOUT = struct.Struct("=17qd71q")
+_LAYOUT = struct.Struct("=17qd74q")
 _NONE = (0, 0, 0, 0, 0)
 _DTYPES = native.DTYPES
 
@@ -29,7 +29,13 @@ _SCHEMA = (
     "Tensor? cu_seqlens, float scale, bool normalize, bool causal, bool delta, bool qk_l2norm"
 )
 
+_LOG_SCHEMA = (
+    "Tensor log_q, Tensor log_k, Tensor v, Tensor? beta, Tensor? s, Tensor? z, Tensor? log_scale, Tensor? mask, "
+    "Tensor? cu_seqlens, float scale, bool normalize"
+)
+
 library = torch.library.Library("phistate", "FRAGMENT")
+library.define(f"additive_log({_LOG_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
 library.define(f"additive({_SCHEMA}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 library.define(
     f"additive_backward({_SCHEMA}, Tensor d_o, Tensor d_s, Tensor d_z, Tensor o, Tensor final_s, Tensor final_z, "
@@ -113,6 +119,7 @@ def _head(
 
 
 _NO_BACKWARD = (0,) * 34
+_NO_LOGS = (0, 0, 0)
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int]:
@@ -169,8 +176,55 @@ def _additive(
         denominators.data_ptr() if denominators.numel() else 0,
         *_NO_BACKWARD,
         qk_l2norm,
+        *_NO_LOGS,
     )
     if _kernel("delta_forward" if delta else "additive_forward")(_LAYOUT.pack(*fields)):
+        native.check(-1)
+    return outputs
+
+
+def _log_outputs(
+    log_q: Tensor, log_k: Tensor, v: Tensor, cu_seqlens: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    N, Hs, Ho = _sizes(log_q, log_k, v, cu_seqlens)
+    B, T, _, K = log_q.shape
+    state = torch.float32
+    return (
+        v.new_empty(B, T, Ho, v.shape[3]),
+        v.new_empty(N, Hs, K, v.shape[3], dtype=state),
+        v.new_empty((N, Hs, K) if normalize else (0,), dtype=state),
+        v.new_empty(N, Hs, K, dtype=state),
+    )
+
+
+def _additive_log(
+    log_q: Tensor,
+    log_k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    s: Tensor | None,
+    z: Tensor | None,
+    log_scale: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    log_q, log_k, v = _dense(log_q), _dense(log_k), _dense(v)
+    s, z, log_scale = (None if x is None else x.contiguous() for x in (s, z, log_scale))
+    outputs = o, final_s, final_z, final_log_scale = _log_outputs(log_q, log_k, v, cu_seqlens, normalize)
+    fields = (
+        *_head(log_q, log_k, v, None, beta, s, z, mask, cu_seqlens, scale, normalize, True),
+        *_view(o),
+        final_s.data_ptr(),
+        final_z.data_ptr() if normalize else 0,
+        0,
+        0,
+        *_NO_BACKWARD,
+        0,
+        *(1, _data(log_scale), final_log_scale.data_ptr()),
+    )
+    if _kernel("additive_forward")(_LAYOUT.pack(*fields)):
         native.check(-1)
     return outputs
 
@@ -200,6 +254,7 @@ def _additive_step_(
         0,
         *_NO_BACKWARD,
         qk_l2norm,
+        *_NO_LOGS,
     )
     if _kernel("delta_forward" if delta else "additive_forward")(_LAYOUT.pack(*fields)):
         native.check(-1)
@@ -268,6 +323,7 @@ def _additive_backward(
         d_s0.data_ptr() if wants_s else 0,
         d_z0.data_ptr() if wants_z else 0,
         qk_l2norm,
+        *_NO_LOGS,
     )
     if _kernel("delta_backward" if delta else "additive_backward")(_LAYOUT.pack(*fields)):
         native.check(-1)
@@ -327,6 +383,11 @@ def _fake_additive(
     return _outputs(q, k, v, cu_seqlens, normalize, causal, keep)
 
 
+def _fake_log(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    log_q, log_k, v = arguments[:3]
+    return _log_outputs(log_q, log_k, v, cu_seqlens=arguments[8], normalize=arguments[10])
+
+
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     q, k, v, decay, beta, s, z, _mask, cu_seqlens = arguments[:9]
     return _gradients(q, k, v, decay, beta, s, z, cu_seqlens, *arguments[-4:])
@@ -379,9 +440,11 @@ def _backward(ctx: Any, d_o: Tensor, d_s: Tensor, d_z: Tensor, *_: Tensor) -> tu
 
 
 library.impl("additive", _additive, "CPU")
+library.impl("additive_log", _additive_log, "CPU")
 library.impl("additive_backward", _additive_backward, "CPU")
 library.impl("additive_step_", _additive_step_, "CPU")
 torch.library.register_fake("phistate::additive", _fake_additive, lib=library)
+torch.library.register_fake("phistate::additive_log", _fake_log, lib=library)
 torch.library.register_fake("phistate::additive_backward", _fake_backward, lib=library)
 torch.library.register_fake("phistate::additive_step_", _fake_step, lib=library)
 torch.library.register_autograd("phistate::additive", _backward, setup_context=_setup, lib=library)
