@@ -70,5 +70,3 @@ def _l2norm(x: Tensor, mask: Tensor | None) -> Tensor:
     wide = x.float()
     # 1e-6 is part of the models' definition of this norm, not a guard of ours.
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
