@@ -296,7 +296,15 @@ def _gradients(
     def like(x: Tensor | None, wanted: bool = True) -> Tensor:
         return q.new_empty(0) if x is None or not wanted else x.new_empty(x.shape)
 
-    return like(q), like(k), like(v), like(decay, wants_decay), like(beta, wants_beta), like(s, wants_s), like(z, wants_z)
+    return (
+        like(q),
+        like(k),
+        like(v),
+        like(decay, wants_decay),
+        like(beta, wants_beta),
+        like(s, wants_s),
+        like(z, wants_z),
+    )
 
 
 def _fake_additive(

@@ -40,7 +40,16 @@ class CpuBackend:
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         o, s, z, _, _ = torch.ops.phistate.additive(
             *inputs,
-            *(call.mask, call.cu_seqlens, call.scale, call.normalize, call.causal, delta, call.qk_l2norm and delta, keep),
+            *(
+                call.mask,
+                call.cu_seqlens,
+                call.scale,
+                call.normalize,
+                call.causal,
+                delta,
+                call.qk_l2norm and delta,
+                keep,
+            ),
         )
         return o, s, z if call.normalize else None
 
@@ -74,5 +83,3 @@ def _l2norm(x: Tensor, mask: Tensor | None) -> Tensor:
     wide = x.float()
     # 1e-6 is part of the models' definition of this norm, not a guard of ours.
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-

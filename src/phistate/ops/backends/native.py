@@ -172,4 +172,3 @@ def force_isa(name: str | None) -> None:
 def peak(*, pairs: bool = False) -> float:
     """Operations a second one thread reaches from registers: float32, or bfloat16 pairs (0: has none)."""
     return float(library().phistate_probe_peak(int(pairs)))
-
