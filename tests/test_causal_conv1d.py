@@ -16,11 +16,10 @@ from tests.scan_cases import (
     assert_near,
     differentiable,
     grads_of,
-    instruction_set,
     poison,
     to,
     weights_of,
-)  # noqa: F401
+)
 
 NAMES = ("x", "weight", "bias", "initial_state")
 
@@ -51,7 +50,7 @@ def test_is_the_padded_convolution():
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("W", [2, 3, 4, 5, 6, 7, 8])
-def test_kernel_values_and_gradients(isa, dtype, W, instruction_set):  # noqa: F811
+def test_kernel_values_and_gradients(isa, dtype, W, instruction_set):
     """Of every input, in both memory orders; low precision errs at most twice what torch does."""
     for T, C, activation, turned in (
         (70, 37, "silu", False),
@@ -205,7 +204,7 @@ def test_strided_views_and_expanded_gradients(backend):
 )
 @pytest.mark.parametrize("W", [2, 4, 8])
 @pytest.mark.parametrize("more", [0, 1, 2])
-def test_step_is_a_convolution_of_one(isa, dtype, held, W, more, instruction_set):  # noqa: F811
+def test_step_is_a_convolution_of_one(isa, dtype, held, W, more, instruction_set):
     case = to(make(3, 1, 37, W), dtype)
     want, want_state = run(case, "torch")
     older = torch.randn(3, 37, more, dtype=dtype)

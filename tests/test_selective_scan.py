@@ -15,11 +15,10 @@ from tests.scan_cases import (
     assert_near,
     differentiable,
     grads_of,
-    instruction_set,
     poison,
     to,
     weights_of,
-)  # noqa: F401
+)
 
 NAMES = ("x", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 
@@ -60,7 +59,7 @@ def time(arguments, part):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("softplus", [False, True])
-def test_kernel_values_and_gradients(isa, dtype, softplus, instruction_set):  # noqa: F811
+def test_kernel_values_and_gradients(isa, dtype, softplus, instruction_set):
     """Of every input, against float64 on the same rounded numbers; low precision errs at most twice what torch does."""
     for T, D, N, groups, full in ((70, 37, 16, None, True), (33, 40, 5, 2, False), (1, 3, 1, 1, True)):
         case = make(2, T, D, N, groups, skip=full, gate=full, bias=full, warm=full)
@@ -221,7 +220,7 @@ def test_extreme_rates_stay_finite(backend):
     [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)],
 )
 @pytest.mark.parametrize("groups", [None, 2])
-def test_step_is_a_scan_of_one(isa, dtype, held, groups, instruction_set):  # noqa: F811
+def test_step_is_a_scan_of_one(isa, dtype, held, groups, instruction_set):
     for D, N in ((40, 16), (6, 5), (34, 33)):
         case = rounded(make(3, 1, D, N, groups), dtype)
         state = case["initial_state"].to(held)
