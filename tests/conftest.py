@@ -3,6 +3,19 @@
 import pytest
 import torch
 
+from phistate.ops.backends import native
+
+ISAS = native.isas() if native.why_not() is None else []
+"""Instruction sets the kernels can run with here; none without the native library."""
+
+
+@pytest.fixture(params=ISAS)
+def instruction_set(request):
+    """Makes the kernels run with each instruction set in turn."""
+    native.force_isa(request.param)
+    yield request.param
+    native.force_isa(None)
+
 
 @pytest.fixture(autouse=True)
 def poisoned_allocations():

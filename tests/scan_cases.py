@@ -1,20 +1,11 @@
 """What the tests of the scan and of the short convolution share."""
 
-import pytest
 import torch
 
 from phistate.ops.backends import native
 
-ISAS = native.isas() if native.why_not() is None else []
-BACKENDS = ["torch", "cpu"] if ISAS else ["torch"]
+BACKENDS = ["torch", "cpu"] if native.why_not() is None else ["torch"]
 ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-@pytest.fixture
-def instruction_set(isa):
-    native.force_isa(isa)
-    yield
-    native.force_isa(None)
 
 
 def to(arguments, dtype):

@@ -12,16 +12,9 @@ from phistate import linear_attention
 from phistate.ops.backends import native
 from phistate.ops.backends.cpu import step_
 from tests.conformance import INPUTS, Conformance, assert_near, gradients, make_case, oracle
+from tests.conftest import ISAS
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no native library: {native.why_not()}")
-ISAS = native.isas() if native.why_not() is None else []
-
-
-@pytest.fixture(params=ISAS)
-def instruction_set(request):
-    native.force_isa(request.param)
-    yield request.param
-    native.force_isa(None)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -8,15 +8,10 @@ from phistate.ops.backends import native
 from phistate.ops.backends.cpu import step_
 from tests.conformance import assert_near, gradients, make_case, oracle
 
-pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no native library: {native.why_not()}")
-ISAS = native.isas() if native.why_not() is None else []
-
-
-@pytest.fixture(autouse=True, params=ISAS)
-def instruction_set(request):
-    native.force_isa(request.param)
-    yield
-    native.force_isa(None)
+pytestmark = [
+    pytest.mark.skipif(native.why_not() is not None, reason=f"no native library: {native.why_not()}"),
+    pytest.mark.usefixtures("instruction_set"),
+]
 
 
 def attend(*, s=None, z=None, **arguments):

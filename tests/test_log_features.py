@@ -11,14 +11,6 @@ from phistate.ops.backends import native
 from tests.conformance import HEADS
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no native library: {native.why_not()}")
-ISAS = native.isas() if native.why_not() is None else []
-
-
-@pytest.fixture(params=ISAS)
-def instruction_set(request):
-    native.force_isa(request.param)
-    yield request.param
-    native.force_isa(None)
 
 
 def inputs(B, T, heads, D, V, size):

@@ -11,7 +11,7 @@ from tests.scan_cases import BACKENDS, assert_near, differentiable, poison, to
 
 
 def make(batch=2, T=9, H=4, P=3, G=2, N=5, *, full=True):
-    draw = dict(dtype=torch.float64)
+    draw = {"dtype": torch.float64}
     return {
         "x": torch.randn(batch, T, H, P, **draw),
         "dt": torch.randn(batch, T, H, **draw),
