@@ -224,4 +224,4 @@ def test_extra_memory():
     forward, both = (float(x) for x in done.stdout.split())
     assert forward <= 8, done.stderr
     print(f"\nforward: output + {forward:.1f} MiB; forward + backward: {both:.2f} × q")
-    assert both <= 4.3  # the output, three gradients, a state every 512 tokens
+    assert both <= 4.5  # the output, three gradients, a state every 512 tokens

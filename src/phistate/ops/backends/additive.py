@@ -429,8 +429,7 @@ def _backward(
     q, k, v, decay, beta, s, z, mask, cu_seqlens, o, final_s, final_z, checkpoints, denominators = ctx.saved_tensors
     wanted = ctx.needs_input_grad[3:7]
     if d_o is None:
-        _, _, Ho = _sizes(q, k, v, cu_seqlens)
-        d_o = q.new_zeros(*q.shape[:2], Ho, v.shape[3])
+        d_o = q.new_zeros(*q.shape[:2], _sizes(q, k, v, cu_seqlens)[2], v.shape[3])
     if o.numel() == 0:
         o = d_o
     *gradients, d_decay, d_beta, d_s0, d_z0 = torch.ops.phistate.additive_backward(
