@@ -387,6 +387,10 @@ struct Unit {
 
 int additive_backward(const phistate_additive& call) {
     const Heads heads(call);
+    expect_writes(call, call.d_q, heads.q, call.key_dim);
+    expect_writes(call, call.d_k, heads.k, call.key_dim);
+    expect_writes(call, call.d_v, heads.v, call.value_dim);
+    if (call.decay_kind == PHISTATE_DECAY_VECTOR) expect_writes(call, call.d_decay, heads.s, call.key_dim);
     const int64_t group = sharing(heads), groups = heads.s / group;
     parallel(call.sequences * groups, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {

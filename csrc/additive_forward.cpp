@@ -5,6 +5,7 @@
 // The normaliser is the same with a column of ones for V, done by dot products beside.
 #include "additive.h"
 #include "additive_step.h"
+#include "running_maximum.h"
 #include "vector_decay.h"
 
 namespace PHISTATE_NS {
@@ -24,15 +25,17 @@ struct Unit {
     const int64_t key_dim, kp, vp;  // kp, vp: padded
     const Span span;
     phistate::Scratch scratch;
-    float *k, *kt, *v, *q, *out, *scores, *between, *states, *normalisers, *s, *z, *rate;
+    float *k, *kt, *v, *q, *out, *scores, *between, *states, *normalisers, *reaches, *s, *z, *reach, *rate;
     VectorDecay<C> decayed;
+    RunningMaximum<C> running;
     float since[C], write[C], denominators[C];
     Tokens<C> tokens;
     Ahead ahead;
 
     Unit(const phistate_additive& call, int64_t sequence, int64_t head_begin, int64_t head_end, int64_t first, int64_t width)
         : call(call), heads(call), sequence(sequence), head_begin(head_begin), head_end(head_end), first(first), width(width),
-          key_dim(call.key_dim), kp(round_up(call.key_dim, L)), vp(round_up(width, L)), span(span_of(call, sequence)), decayed(scratch, vector() ? kp : 0) {
+          key_dim(call.key_dim), kp(round_up(call.key_dim, L)), vp(round_up(width, L)), span(span_of(call, sequence)),
+          decayed(scratch, may_be_vector() ? kp : 0), running(scratch, call.key_dim, logs() ? kp : 0) {
         k = scratch.floats(C * kp);
         kt = scratch.floats(C * kp);
         q = scratch.floats(C * kp);
@@ -42,15 +45,20 @@ struct Unit {
         between = scratch.floats(C * C);
         states = scratch.floats((head_end - head_begin) * kp * vp);
         normalisers = scratch.floats((head_end - head_begin) * kp);
-        rate = scratch.floats(vector() ? C * kp : 0);
+        reaches = scratch.floats(logs() ? (head_end - head_begin) * kp : 0);
+        rate = scratch.floats(may_be_vector() ? C * kp : 0);
     }
 
-    bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
-    bool decays() const { return call.decay_kind != PHISTATE_DECAY_NONE; }
+    bool logs() const { return call.log_features; }
+    bool may_be_vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR || logs(); }
+    // Of the chunk at hand: log features have a decay where a maximum rises too far for one reference.
+    bool vector() const { return logs() ? !running.steady : call.decay_kind == PHISTATE_DECAY_VECTOR; }
+    bool decays() const { return vector() || call.decay_kind != PHISTATE_DECAY_NONE; }
 
     void choose(int64_t head) {
         s = states + (head - head_begin) * kp * vp;
         z = normalisers + (head - head_begin) * kp;
+        reach = reaches + (logs() ? (head - head_begin) * kp : 0);
     }
 
     void begin(int64_t head) {
@@ -58,6 +66,8 @@ struct Unit {
         const int64_t i = sequence * heads.s + head;
         load_state(call.s0 ? call.s0 + i * key_dim * call.value_dim : nullptr, key_dim, call.value_dim, first, width, s, vp, kp);
         if (call.normalize) load_state(call.z0 ? call.z0 + i * key_dim : nullptr, 1, key_dim, 0, key_dim, z, kp, 1);
+        if (!logs()) return;
+        for (int64_t c = 0; c < kp; ++c) reach[c] = call.log_scale0 && c < key_dim ? call.log_scale0[i * key_dim + c] : -INFINITY;
     }
 
     void keep(float* s_out, float* z_out) const {
@@ -69,6 +79,7 @@ struct Unit {
         choose(head);
         const int64_t i = sequence * heads.s + head;
         keep(call.s + i * key_dim * call.value_dim, call.normalize ? call.z + i * key_dim : nullptr);
+        if (logs() && first == 0) unpack_rows(reach, kp, 1, key_dim, call.log_scale + i * key_dim, key_dim);
     }
 
     // Keys, values and rates of a chunk.
@@ -76,9 +87,14 @@ struct Unit {
         tokens.read(call, span, time, rows, head);
         pack(call.k, span.batch, time, heads.key(head), rows, 0, key_dim, nullptr, tokens.mask, k, kp, C);
         pack(call.v, span.batch, time, heads.value(head), rows, first, width, tokens.beta, tokens.mask, v, vp, C);
-        if (vector()) {
+        if (logs()) {
+            running.keys(k, reach, rate, rows, tokens.mask);
+            if (running.steady) running.rescale(s, vp, z, call.normalize);
+        } else if (vector()) {
             pack(call.decay, span.batch, time, head, rows, 0, key_dim, nullptr, tokens.mask, rate, kp, C);
             for (int64_t i = 0; i < C * kp; i += L) store(rate + i, exp(load(rate + i)));
+        }
+        if (vector()) {
             decayed.keys(k, rate);
         } else {
             transpose_panel(k, kp, C, kp, kt, C);
@@ -115,6 +131,12 @@ struct Unit {
         const float* queries = vector() ? decayed.queries_since_start() : q;
         product<float>(rows, vectors(width), key_dim, {queries, kp, 1}, {s, vp}, {out, vp, nullptr, 0, gain}, Part::All, &ahead);
         if (call.causal) product<float>(rows, vectors(width), rows, {scores, C, 1}, {v, vp}, {out, vp, &kOne}, Part::LowerIn, &ahead);
+        if (logs() && !call.normalize) {
+            for (int64_t t = 0; t < rows; ++t) {
+                const F norm = exp(splat(running.log_norm[t]));
+                for (int64_t c = 0; c < vp; c += L) store(out + t * vp + c, load(out + t * vp + c) * norm);
+            }
+        }
         if (!call.normalize) return;
         for (int64_t t = 0; t < rows; ++t) {
             F dot = zero();
@@ -160,6 +182,7 @@ struct Unit {
 
     void query(int64_t time, int64_t rows, int64_t output) {
         pack(call.q, span.batch, time, heads.query(output), rows, 0, key_dim, nullptr, tokens.mask, q, kp, C);
+        if (logs()) running.queries(q, rows, tokens.mask);
         // Before anything else: the scale is part of the result's rounding in every form.
         const F scale = splat(call.normalize ? 1.0f : static_cast<float>(call.scale));
         for (int64_t i = 0; i < C * kp; i += L) store(q + i, load(q + i) * scale);
@@ -175,7 +198,7 @@ struct Unit {
         if (call.causal) foresee(ahead, call.q, span.batch, time, heads.query(head * heads.readers()), rows, 0, key_dim);
         foresee(ahead, call.k, span.batch, time, heads.key(head), rows, 0, key_dim);
         foresee(ahead, call.v, span.batch, time, heads.value(head), rows, first, width);
-        if (vector()) foresee(ahead, call.decay, span.batch, time, head, rows, 0, key_dim);
+        if (call.decay_kind == PHISTATE_DECAY_VECTOR) foresee(ahead, call.decay, span.batch, time, head, rows, 0, key_dim);
     }
 
     void answer(int64_t time, int64_t rows, int64_t head) {
@@ -221,11 +244,12 @@ struct Unit {
 }  // namespace
 
 int additive_forward(const phistate_additive& call) {
-    if (call.time == 1 && call.causal && !call.cu_seqlens) {
+    if (call.time == 1 && call.causal && !call.cu_seqlens && !call.log_features) {
         step(call);
         return 0;
     }
     const Heads heads(call);
+    expect_writes(call, call.o, heads.o, call.value_dim);
     const int64_t states = call.sequences * heads.s, threads = phistate::num_threads();
     // Columns of the state do not meet: where states are fewer than threads, each is cut into strips of values.
     // A strip repeats the scores, so none is narrower than two vectors.

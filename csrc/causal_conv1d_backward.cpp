@@ -31,12 +31,12 @@ struct Task {
     // e of `rows` tokens into to[rows][ld]; their window of x lies in x, their dy in `to`.
     void errors(int64_t rows, float* to) {
         for (int64_t c = 0; c < ld; c += L) {
-            F taps[W], sums[W], total = load(d_weight + W * ld + c);
+            F taps[W], sums[W], total = zero();  // of this tile: a sum of sums rounds less than one long sum
             const F bias = load(weight + W * ld + c);
 #pragma GCC unroll 8
             for (int w = 0; w < W; ++w) {
                 taps[w] = load(weight + w * ld + c);
-                sums[w] = load(d_weight + w * ld + c);
+                sums[w] = zero();
             }
             for (int64_t t = 0; t < rows; ++t) {
                 F d_y = load(to + t * ld + c);
@@ -51,9 +51,9 @@ struct Task {
 #pragma GCC unroll 8
                 for (int w = 0; w < W; ++w) sums[w] = fma(d_y, load(x + (t + w) * ld + c), sums[w]);
             }
-            store(d_weight + W * ld + c, total);
+            store(d_weight + W * ld + c, load(d_weight + W * ld + c) + total);
 #pragma GCC unroll 8
-            for (int w = 0; w < W; ++w) store(d_weight + w * ld + c, sums[w]);
+            for (int w = 0; w < W; ++w) store(d_weight + w * ld + c, load(d_weight + w * ld + c) + sums[w]);
         }
     }
 

@@ -22,6 +22,7 @@ struct Forward {
     float key_norm[C], query_norm[C], since[C], key_gain[C], query_gain[C], write[C];
     Rates rates;
     Tokens<C> tokens;
+    Ahead ahead;
     int64_t query_loaded = -1;
 
     Forward(const phistate_additive& c, const Columns& part, int64_t states_together)
@@ -129,11 +130,13 @@ struct Forward {
     void strip(const Span& span, int64_t time, int64_t rows, int64_t head, int64_t i, float* s) {
         const int64_t n = columns.width_vectors(i), readers = heads.readers();
         pack_values(call.v, span.batch, time, heads.value(head), rows, columns, i, tokens.mask, values);
-        product<float>(rows, n, key_dim, {vector() ? read_keys : keys, kp, 1}, {s, kStrip}, {values, kStrip, &kOne, 0, key_gain});
+        product<float>(rows, n, key_dim, {vector() ? read_keys : keys, kp, 1}, {s, kStrip}, {values, kStrip, &kOne, 0, key_gain},
+                       Part::All, &ahead);
         solve_down(rows, n, a, values);
         for (int64_t reader = 0; reader < readers; ++reader) {
             const float* q = (vector() ? read_queries : queries) + reader * C * kp;
-            product<float>(rows, n, key_dim, {q, kp, 1}, {s, kStrip}, {out, kStrip, nullptr, 0, vector() ? nullptr : since});
+            product<float>(rows, n, key_dim, {q, kp, 1}, {s, kStrip}, {out, kStrip, nullptr, 0, vector() ? nullptr : since},
+                           Part::All, &ahead);
             product<float>(rows, n, rows, {p + reader * C * C, C, 1}, {values, kStrip}, {out, kStrip, &kOne}, Part::LowerIn);
             float* below = denominators + reader * C;
             if (columns.skip(i))
@@ -150,9 +153,24 @@ struct Forward {
         }
         scale_each_row(values, kStrip, rows, write);
         if (vector())
-            product<float>(key_dim, n, rows, {write_keys, 1, kp}, {values, kStrip}, {s, kStrip, rates.whole + 2 * kp, 1});
+            product<float>(key_dim, n, rows, {write_keys, 1, kp}, {values, kStrip}, {s, kStrip, rates.whole + 2 * kp, 1}, Part::All,
+                           &ahead);
         else
-            product<float>(key_dim, n, rows, {keys, 1, kp}, {values, kStrip}, {s, kStrip, since + C - 1});
+            product<float>(key_dim, n, rows, {keys, 1, kp}, {values, kStrip}, {s, kStrip, since + C - 1}, Part::All, &ahead);
+    }
+
+    // What the next chunk reads and writes first, to be fetched during this one.
+    void look_ahead(const Span& span, int64_t time, int64_t first) {
+        ahead.clear();
+        const int64_t rows = least<int64_t>(C, span.end - time);
+        if (rows <= 0) return;
+        foresee(ahead, call.k, span.batch, time, heads.key(first), rows, 0, key_dim);
+        foresee(ahead, call.q, span.batch, time, heads.query(first * heads.readers()), rows, 0, key_dim);
+        if (vector()) foresee(ahead, call.decay, span.batch, time, first, rows, 0, key_dim);
+        for (int64_t head = first; head < first + together; ++head) {
+            foresee(ahead, call.v, span.batch, time, heads.value(head), rows, columns.first, columns.width);
+            foresee(ahead, call.o, span.batch, time, head * heads.readers(), rows, columns.first, columns.width);
+        }
     }
 
     // State heads [first, first + together), which share a key head.
@@ -167,6 +185,7 @@ struct Forward {
         for (int64_t time = span.begin; time < span.end; time += C) {
             const int64_t rows = least<int64_t>(C, span.end - time);
             query_loaded = -1;
+            look_ahead(span, time + C, first);
             for (int64_t i = 0; i < together; ++i) {
                 const int64_t head = first + i;
                 if (call.checkpoints && time > span.begin && (time - span.begin) % PHISTATE_SEGMENT == 0) keep(i, checkpoint(call, span, time, head));

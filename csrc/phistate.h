@@ -14,7 +14,7 @@
 #define PHISTATE_API __attribute__((visibility("default")))
 #endif
 
-#define PHISTATE_ABI 2 /* raised whenever a structure or a function below changes */
+#define PHISTATE_ABI 3 /* raised whenever a structure or a function below changes */
 
 #ifdef __cplusplus
 extern "C" {
@@ -62,6 +62,11 @@ typedef struct phistate_additive {
     phistate_view d_beta;
     float *d_s0, *d_z0;                     /* NULL: not wanted */
     int64_t qk_l2norm;                      /* the delta kernels': q and k divided by sqrt(sum x^2 + 1e-6) first */
+    /* additive_forward only, causal, without decay: q and k are logarithms of features, and the states sums divided
+     * by exp(log_scale), the running maximum [sequences, heads_s, key_dim] of log k. */
+    int64_t log_features;
+    const float* log_scale0;                /* of the initial state; NULL: -inf */
+    float* log_scale;                       /* of the final state */
 } phistate_additive;
 
 /* One operand of shape [batch, time, groups, channels], any strides; without groups, group is 0. */

@@ -26,10 +26,12 @@ struct Grid {
 
     int64_t size() const { return states * L; }  // floats of one unit's state
     int lanes(int64_t unit) const { return static_cast<int>(least<int64_t>(L, per_group - unit * L)); }
+    // The first of a sequence's slots, each for the states before one segment; it owns those up to the next one's.
+    static int64_t slot(int64_t sequence, int64_t start) { return start / kSegment + sequence; }
     // Where the state before the segment that starts with the `done`-th token of a sequence is kept.
     float* checkpoint(const phistate_selective& call, int64_t sequence, int64_t start, int64_t done, int64_t group, int64_t unit) const {
-        const int64_t slot = start / kSegment + sequence + done / kSegment;
-        return call.checkpoints + ((slot * call.groups + group) * kept_units + unit) * size();
+        const int64_t place = slot(sequence, start) + done / kSegment;
+        return call.checkpoints + ((place * call.groups + group) * kept_units + unit) * size();
     }
 };
 

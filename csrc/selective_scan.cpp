@@ -93,6 +93,21 @@ struct Task {
     }
 };
 
+// Zero where no state is kept, so that what a caller is given never depends on what the memory held.
+void clear_spare(const phistate_selective& call, const Grid& grid, const Sequences& sequences) {
+    const int64_t count = call.layout.sequences, width = call.groups * grid.kept_units * grid.size();
+    for (int64_t n = 0; n < count; ++n) {
+        const Sequences::One one = sequences.at(n);
+        const int64_t end = n + 1 < count ? sequences.at(n + 1).start : call.layout.batch * call.layout.time;
+        const int64_t first = Grid::slot(n, one.start), used = first + (one.count + kSegment - 1) / kSegment;
+        const int64_t spare = (grid.kept_units - grid.units) * grid.size();
+        for (int64_t i = first; i < used && spare > 0; ++i)
+            for (int64_t group = 0; group < call.groups; ++group)
+                memset(call.checkpoints + (i * call.groups + group + 1) * grid.kept_units * grid.size() - spare, 0, spare * sizeof(float));
+        memset(call.checkpoints + used * width, 0, (Grid::slot(n + 1, end) - used) * width * sizeof(float));
+    }
+}
+
 }  // namespace
 
 int selective_scan(const phistate_selective& call) {
@@ -115,6 +130,7 @@ int selective_scan(const phistate_selective& call) {
         }
     });
     sequences.clear_padding(call.y, 1, call.channels);
+    if (call.checkpoints) clear_spare(call, grid, sequences);
     return 0;
 }
 

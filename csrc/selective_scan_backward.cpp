@@ -45,7 +45,7 @@ void retrace(int64_t rows, const Unit& unit, bool gated, const float* b, const f
 #pragma GCC unroll 8
     for (int j = 0; j < NB; ++j) {
         g[j] = load(g_carry + j * L);
-        d_rate[j] = load(d_a + j * L);
+        d_rate[j] = zero();  // of this segment: a sum of sums rounds less than one long sum
     }
     for (int64_t t = rows - 1; t >= 0; --t) {
         const F step = load(unit.delta + t * L), write = step * load(unit.x + t * L), d_y = load(unit.d_y + t * L);
@@ -68,7 +68,7 @@ void retrace(int64_t rows, const Unit& unit, bool gated, const float* b, const f
 #pragma GCC unroll 8
     for (int j = 0; j < NB; ++j) {
         store(g_carry + j * L, g[j]);
-        store(d_a + j * L, d_rate[j]);
+        store(d_a + j * L, load(d_a + j * L) + d_rate[j]);
     }
 }
 
@@ -183,7 +183,7 @@ struct Task {
             write_tile(spare, L, call.d_z, one.row, 0, channel(i), steps, rows, lanes);
         }
         const F skip = call.d ? load(call.d + channel(i), lanes) : zero();
-        F skips = load(d_d + i * L), biases = load(d_bias + i * L);
+        F skips = zero(), biases = zero();
         for (int64_t t = 0; t < rows * L; t += L) {
             const F x = load(unit.x + t), d_u = load(unit.d_u + t), d_y = load(unit.d_y + t);
             const F d_delta = load(unit.slope + t) * fma(d_u, x, load(unit.d_step + t) * splat(kLn2));
@@ -192,8 +192,8 @@ struct Task {
             biases = biases + d_delta;
             skips = fma(d_y, x, skips);
         }
-        store(d_d + i * L, skips);
-        store(d_bias + i * L, biases);
+        store(d_d + i * L, load(d_d + i * L) + skips);
+        store(d_bias + i * L, load(d_bias + i * L) + biases);
         write_tile(unit.d_step, L, call.d_delta, one.row, 0, channel(i), steps, rows, lanes);
         write_tile(unit.d_u, L, call.d_x, one.row, 0, channel(i), steps, rows, lanes);
     }

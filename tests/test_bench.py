@@ -14,18 +14,12 @@ from phistate.bench.cases import CASES, Against, Case, select
 from phistate.bench.limits import Limits
 from phistate.bench.peers import PEERS, ours
 from phistate.bench.ready import Missing, ready
-from phistate.bench.work import Conv, Linear, Mamba2, Scan
+from phistate.bench.work import Linear
 from phistate.cli.main import main
 
 TIMED = [case for case in CASES.values() if case.measure == "time"]
-NEEDS = {Scan: "phistate.ops.selective_scan", Conv: "phistate.ops.causal_conv1d", Mamba2: "phistate.ops.mamba2"}
 LIMITS = Limits(1, {"fma float32": 1e11}, dict.fromkeys((1 << n for n in range(16, 30)), 1e10))
 TINY = Linear(8, 2, 2, 4, 4)
-
-
-def needs(case):
-    if type(case.work) in NEEDS:
-        pytest.importorskip(NEEDS[type(case.work)])
 
 
 def command(monkeypatch, *arguments):
@@ -69,11 +63,20 @@ def test_the_rows_of_the_tables_are_there():
 
 @pytest.mark.parametrize("case", TIMED, ids=lambda case: case.name)
 def test_the_exact_twin_agrees_with_our_call(case):
-    needs(case)
     work = case.work.shorter(5)
     inputs = {name: tensor.double() for name, tensor in work.inputs(torch.float32).items()}
     for got, wanted in zip(work.ours(inputs), work.exact(inputs), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", TIMED, ids=lambda case: case.name)
+def test_our_call_errs_as_its_type_does(case):
+    short = replace(case, work=case.work.shorter(40))
+    inputs = short.work.inputs(case.dtype)
+    exact = ready(short.work.exact, {name: x.double() for name, x in inputs.items()}, case.run).read()
+    for got, wanted in zip(ours(short, inputs, 1).read(), exact, strict=True):
+        bound = 1e-5 if case.dtype == torch.float32 else 2e-2
+        assert float((got.double() - wanted).norm() / wanted.norm()) < bound
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,6 @@ def test_the_exact_twin_agrees_with_our_call(case):
     ],
 )
 def test_a_peer_computes_the_same(case, peer):
-    needs(case)
     short = replace(case, work=case.work.shorter(70))
     inputs = short.work.inputs(torch.float32)
     try:
@@ -139,7 +141,7 @@ def test_a_peer_that_fails_is_a_row(monkeypatch):
 
     monkeypatch.setitem(PEERS, "torch", broken)
     (row,) = runner.run(Case("tiny", TINY, (Against("torch"),)), 1, LIMITS, seconds=0.0)
-    assert row.missing == "failed: RuntimeError: no such kernel"
+    assert row.missing == "torch failed: RuntimeError: no such kernel"
 
 
 def test_too_few_threads_are_said_so():
@@ -171,7 +173,9 @@ def test_memory_counts_what_is_held():
 
 
 def test_select_takes_parts_of_names_and_globs():
-    assert [case.name for case in select(["delta-step-*"])] == ["delta-step-gated", "delta-step-kda"]
+    assert [case.name for case in select(["delta-step-*"])] == [
+        *("delta-step-gated", "delta-step-gated-in-place", "delta-step-kda", "delta-step-kda-in-place")
+    ]
     assert len(select([])) == len(CASES)
     with pytest.raises(ValueError, match=r"^case: got 'nothing', which no case matches; takes "):
         select(["nothing"])

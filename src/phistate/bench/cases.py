@@ -63,6 +63,12 @@ def _types(
     yield Case(f"{name}-bf16", work, bf16, _BF16)
 
 
+def _steps(name: str, step: Linear, against: tuple[Against, ...]) -> Iterator[Case]:
+    """One token by the public op, which gives a new state, and by the step that a decoding model calls."""
+    yield Case(name, step, tuple(Against(a.peer) for a in against))
+    yield Case(f"{name}-in-place", replace(step, in_place=True), against)
+
+
 def _additive() -> Iterator[Case]:
     torch_only = Against("torch")
     yield from _types(
@@ -92,12 +98,9 @@ def _additive() -> Iterator[Case]:
     for decay in ("none", "head", "scalar", "vector"):
         work = Linear(4096, 8, 8, 64, 64, decay=decay)
         yield Case(f"additive-train-{decay}", work, (Against("torch", 1 / 4), Against("our forward", 4.0)), run="both")
-    yield Case("additive-step", Linear(1, 32, 32, 128, 128, state=True), (Against("onnxruntime", 1.0), torch_only))
-    yield Case(
-        "additive-step-scalar",
-        Linear(1, 32, 32, 128, 128, decay="scalar", state=True),
-        (Against("onnxruntime", 1.0), torch_only),
-    )
+    for name, decay in (("", "none"), ("-scalar", "scalar")):
+        step = Linear(1, 32, 32, 128, 128, decay=decay, state=True)
+        yield from _steps(f"additive-step{name}", step, (Against("onnxruntime", 1.0), torch_only))
     yield Case(
         "additive-not-causal",
         Linear(1024, 32, 32, 128, 128, causal=False),
@@ -141,8 +144,9 @@ def _delta() -> Iterator[Case]:
         work = Linear(2048, 8, 8, 128, 128, decay=decay, write="delta")
         yield Case(f"delta-train-{name}", work, (*peers, Against("our forward")), run="both")
     for name, heads, decay in (("gated", 16, "scalar"), ("kda", 32, "vector")):
-        work = Linear(1, heads, 32, 128, 128, decay=decay, write="delta", state=True)
-        yield Case(f"delta-step-{name}", work, (Against("onnxruntime", 1.0), Against("transformers", 1 / 2)))
+        step = Linear(1, heads, 32, 128, 128, decay=decay, write="delta", state=True)
+        peers = (Against("onnxruntime", 1.0), Against("transformers", 1 / 2))
+        yield from _steps(f"delta-step-{name}", step, peers)
 
 
 def _scans() -> Iterator[Case]:

@@ -101,6 +101,14 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def load() -> float | None:
+    """How many processes wanted a processor in the last minute; None where the system does not say."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows has none
+        return None
+
+
 def processor() -> str:
     """The processor's name, as the system tells it."""
     info = Path("/proc/cpuinfo")

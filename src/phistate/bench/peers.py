@@ -20,7 +20,9 @@ Prepare = Callable[[Case, Inputs, int], Ready]
 
 
 def ours(case: Case, inputs: Inputs, threads: int) -> Ready:
-    """Our own call."""
+    """Our own call, with a state of its own where the call overwrites it."""
+    if "state" in inputs:
+        inputs = {**inputs, "state": inputs["state"].clone()}
     return ready(case.work.ours, inputs, case.run)
 
 

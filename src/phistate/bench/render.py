@@ -18,16 +18,21 @@ COLUMNS = ("peer", "ours, ms", "peer, ms", "ours / peer", "bar", "met", "error",
 
 @dataclass(frozen=True)
 class Results:
-    """What a run found: the machine, its limits by number of threads, and the rows."""
+    """What a run found: the machine, its limits by number of threads, and the rows.
+
+    ``load``: how many other processes wanted a processor in the minute before; None where the system does not say.
+    """
 
     machine: Machine
     limits: Sequence[Limits]
     rows: Sequence[Row]
+    load: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain types only."""
         return {
             "machine": asdict(self.machine),
+            "load": self.load,
             "limits": [limits.as_dict() for limits in self.limits],
             "rows": [asdict(row) for row in self.rows],
         }
@@ -37,7 +42,8 @@ class Results:
         """What :meth:`to_json` gave."""
         machine = {**data["machine"], "native": Native(**data["machine"]["native"])}
         rows = [{**row, "ratio": row["ratio"] and tuple(row["ratio"])} for row in data["rows"]]
-        return cls(Machine(**machine), [Limits.from_dict(one) for one in data["limits"]], [Row(**row) for row in rows])
+        limits = [Limits.from_dict(one) for one in data["limits"]]
+        return cls(Machine(**machine), limits, [Row(**row) for row in rows], data["load"])
 
 
 def table(threads: int, rows: Iterable[Row]) -> Table:
@@ -92,6 +98,7 @@ def markdown(results: Results) -> str:
         f"- {machine.processor}, {machine.cores} cores{memory}, {machine.system}",
         f"- phistate {machine.phistate} (kernels: {kernels}), torch {machine.torch}, Python {machine.python}",
         f"- {libraries or 'no optional library'}",
+        *([] if results.load is None else [f"- load in the minute before the run: {results.load:.1f}"]),
         "",
         "| threads | " + " | ".join(results.limits[0].rates if results.limits else ()) + " | copy, main memory |",
         "|" + "---:|" * (2 + len(results.limits[0].rates if results.limits else ())),

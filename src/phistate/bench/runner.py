@@ -106,6 +106,9 @@ def _timed(case: Case, threads: int, limits: Limits, seconds: float) -> Iterator
     except ImportError as absent:
         yield replace(empty, missing=f"phistate has no {absent.name} here")
         return
+    except Exception as failure:  # a case of ours that fails must be seen, and must not cost the others their run
+        yield replace(empty, missing=_failed("ours", failure))
+        return
     short = replace(case, work=case.work.shorter(ERROR_TOKENS))
     short_inputs = short.work.inputs(case.dtype)
     exact = _exact(short, short_inputs)
@@ -119,8 +122,7 @@ def _timed(case: Case, threads: int, limits: Limits, seconds: float) -> Iterator
             yield replace(row, missing=str(missing))
             continue
         except Exception as failure:  # another library's, which may raise anything: a row, not the end of the run
-            words = " ".join(str(failure).split())
-            yield replace(row, missing=f"failed: {type(failure).__name__}: {words[:200]}")
+            yield replace(row, missing=_failed(against.peer, failure))
             continue
         own_times, their_times = _by_turns(own, theirs, threads, seconds)
         low, middle, high = quartiles([a / b for a, b in zip(own_times, their_times, strict=True)])
@@ -139,6 +141,10 @@ def _timed(case: Case, threads: int, limits: Limits, seconds: float) -> Iterator
 def _backend(case: Case) -> str:
     few = case.work.shorter(64)
     return runs_on(few, few.inputs(case.dtype))
+
+
+def _failed(who: str, failure: Exception) -> str:
+    return f"{who} failed: {type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
 def _row(case: Case, against: Against, threads: int) -> Row:

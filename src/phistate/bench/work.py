@@ -16,6 +16,8 @@ from torch import Tensor
 
 import phistate
 from phistate.features import FeatureMap, feature_map
+from phistate.ops.backends import native
+from phistate.ops.backends.cpu import step_
 from phistate.ops.state import State
 
 Inputs = dict[str, Tensor]
@@ -108,6 +110,7 @@ class Linear:
         decay: ``none``, ``head``, ``scalar`` or ``vector``.
         phi: name of a feature map applied inside the op.
         state: starts from a state and returns the next, as a decode step does.
+        in_place: the native step that overwrites the state, where there is one.
     """
 
     T: int
@@ -122,6 +125,7 @@ class Linear:
     phi: str | None = None
     causal: bool = True
     state: bool = False
+    in_place: bool = False
 
     @property
     def heads(self) -> int:
@@ -171,7 +175,14 @@ class Linear:
 
     def ours(self, inputs: Inputs, *, backend: str = "auto") -> Outputs:
         """See :class:`Work`."""
+        if self.in_place and inputs["q"].dtype in native.DTYPES and native.why_not() is None:
+            return self._step(inputs)
         return self.call(inputs, backend=backend)
+
+    def _step(self, inputs: Inputs) -> Outputs:
+        q, k, v, state = (inputs[name] for name in ("q", "k", "v", "state"))
+        decay, beta = inputs.get("decay"), inputs.get("beta")
+        return step_(q, k, v, state, decay=decay, beta=beta, scale=self.K**-0.5, write=self.write), state
 
     def call(self, inputs: Inputs, *, backend: str = "auto", form: str = "auto") -> Outputs:
         """:meth:`ours` by one backend, in one form."""

@@ -99,6 +99,7 @@ def _measure(found: list[Case], numbers: list[int], seconds: float) -> Results:
     from phistate.bench.render import Results
 
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    load = machine.load()
     rows: list[runner.Row] = []
     measured: list[limits.Limits] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -110,7 +111,7 @@ def _measure(found: list[Case], numbers: list[int], seconds: float) -> Results:
                 progress.update(task, description=f"{one.name}, {count} thread{'s' if count > 1 else ''}")
                 rows += runner.run(one, count, measured[-1], seconds=seconds)
                 progress.advance(task)
-    return Results(machine.describe(), measured, rows)
+    return Results(machine.describe(), measured, rows, load)
 
 
 def _read(path: Path) -> Results:

@@ -10,6 +10,7 @@ import typer
 from phistate import __version__
 from phistate.cli.audit import audit
 from phistate.cli.bench import bench
+from phistate.cli.features import features
 from phistate.cli.info import info
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(audit)
+app.command()(features)
 app.add_typer(bench)
 app.command()(info)
 

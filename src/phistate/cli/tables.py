@@ -9,10 +9,11 @@ from rich.text import Text
 
 from phistate.audit.interventions import Price
 from phistate.audit.plan import counts
-from phistate.audit.report import LayerReport, Report, short, size, threads
+from phistate.audit.report import Report, short, size, threads
 from phistate.audit.timing import SOFTMAX
 
 _WIDE = 96  # columns that the plans of thirty layers take with their standard errors
+_BESIDE, _PRICE = 24, 9  # columns that a price's companions take, and a price
 
 
 def render(report: Report, console: Console) -> None:
@@ -30,7 +31,7 @@ def render(report: Report, console: Console) -> None:
         f"loss {report.loss_choose:.3f} nats",
         highlight=False,
     )
-    console.print(prices(report))
+    console.print(prices(report, console.width))
     console.print(plans(report, errors=console.width >= _WIDE))
     console.print(times(report))
     console.print()
@@ -40,25 +41,39 @@ def render(report: Report, console: Console) -> None:
     console.print(f"[dim]{sum(report.seconds.values()):.0f} s: {took}[/dim]", highlight=False)
 
 
-def prices(report: Report) -> Group:
-    """What replacing one layer costs, by each candidate; the cheapest marked."""
+def prices(report: Report, width: int) -> Group:
+    """What replacing one layer costs, by each candidate; the cheapest marked, and what its kernel gets wrong.
+
+    Args:
+        report: what the audit found.
+        width: columns of the terminal; more candidates than fit go on in a second table.
+    """
+    at_once = max(1, (width - _BESIDE) // _PRICE)
+    parts = [report.labels[n : n + at_once] for n in range(0, len(report.labels), at_once)]
+    of_map = "; ° cheapest linear map, medians of its |δ| and sd ε" if report.maps else ", medians of its |δ| and sd ε"
+    title = f"Price of one layer, nats per token (* cheapest{of_map})"
+    return Group(*(_under(title if n == 0 else "", _prices(report, part)) for n, part in enumerate(parts)))
+
+
+def _prices(report: Report, labels: list[str]) -> Table:
+    """The prices of some candidates."""
     table = _table()
-    table.add_column("layer", justify="right")
-    table.add_column("entropy", justify="right")
-    for label in report.labels:
-        table.add_column(_heading(label), justify="right")
-    table.add_column("|δ|", justify="right")
-    table.add_column("sd ε", justify="right")
+    headings: list[Text | str] = ["layer", "entropy", *map(_heading, labels), "|δ|", "sd ε\n÷1+δ"]
+    for heading in headings:
+        table.add_column(heading, justify="right", vertical="bottom")
+    told = report.maps or report.labels
     for layer in report.layers:
-        best = layer.candidates[layer.cheapest].figures
+        cheapest, cheapest_map = layer.cheapest, layer.cheapest_of(told)
+        marks = {cheapest_map: "°", cheapest: "*"} if report.maps else {cheapest: "*"}
+        figures = layer.candidates[cheapest_map].figures
         table.add_row(
             str(layer.index),
             _plain(layer.softmax["entropy"]),
-            *(_cell(layer, label, report.threshold) for label in report.labels),
-            _plain(best["delta_median"]),
-            _plain(best["spread_median"]),
+            *(_cell(layer.candidates[label].price.cost, marks.get(label, " "), report.threshold) for label in labels),
+            _plain(figures["delta_median"]),
+            _plain(figures["relative_spread_median"]),
         )
-    return _under("Price of one layer, nats per token (* cheapest; |δ|, sd ε: its medians)", table)
+    return table
 
 
 def plans(report: Report, *, errors: bool = True) -> Group:
@@ -120,11 +135,8 @@ def _heading(label: str) -> Text:
     return Text(f"{name}\n{values}" if values else name, justify="right")
 
 
-def _cell(layer: LayerReport, label: str, threshold: float) -> Text:
-    cost = layer.candidates[label].price.cost
-    cheapest = label == layer.cheapest
-    style = "bold green" if cheapest and cost < threshold else "bold" if cheapest else ""
-    return Text(f"{cost:+.3f}" + ("*" if cheapest else " "), style=style)
+def _cell(cost: float, mark: str, threshold: float) -> Text:
+    return Text(f"{cost:+.3f}{mark}", style="" if mark == " " else "bold green" if cost < threshold else "bold")
 
 
 def _sum(price: Price, errors: bool) -> str:

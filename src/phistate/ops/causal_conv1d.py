@@ -73,7 +73,7 @@ def causal_conv1d(
 
     Args:
         x: ``[B,T,C]`` inputs, float64, float32, bfloat16 or float16. A strided view is fine; both ``[B,T,C]`` and a
-            transposed ``[B,C,T]`` in memory run without a copy, and the output has x's layout.
+            transposed ``[B,C,T]`` in memory run without a copy; native output has x's layout.
         weight: ``[C,W]``, W from 2 to 8, the last tap at the present. In x's dtype or float32.
         bias: ``[C]``, in x's dtype or float32; None: 0.
         activation: ``"silu"`` or None.

@@ -86,7 +86,7 @@ def selective_scan(
 
     Args:
         x: ``[B,T,D]`` inputs, float64, float32, bfloat16 or float16. As every tensor here it may be a strided view;
-            both ``[B,T,D]`` and a transposed ``[B,D,T]`` in memory run without a copy, and the output has x's layout.
+            both ``[B,T,D]`` and a transposed ``[B,D,T]`` in memory run without a copy; native output has x's layout.
         delta: ``[B,T,D]`` step sizes. Like every tensor below but the state: in x's dtype or float32.
         A: ``[D,N]`` log-rates, negative where the state is to forget.
         B: ``[B,T,N]`` what a step writes, or ``[B,T,G,N]``: channel d uses group d // (D // G).

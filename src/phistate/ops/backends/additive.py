@@ -20,7 +20,7 @@ SEGMENT = 512
 """PHISTATE_SEGMENT: tokens between two states kept for backward."""
 
 # struct phistate_additive: 8-byte fields, all integers or pointers but scale, the 18th; a view is five of them.
-_LAYOUT = struct.Struct("=17qd71q")
+_LAYOUT = struct.Struct("=17qd74q")
 _NONE = (0, 0, 0, 0, 0)
 _DTYPES = native.DTYPES
 
@@ -29,10 +29,16 @@ _SCHEMA = (
     "Tensor? cu_seqlens, float scale, bool normalize, bool causal, bool delta, bool qk_l2norm"
 )
 
+_LOG_SCHEMA = (
+    "Tensor log_q, Tensor log_k, Tensor v, Tensor? beta, Tensor? s, Tensor? z, Tensor? log_scale, Tensor? mask, "
+    "Tensor? cu_seqlens, float scale, bool normalize"
+)
+
 library = torch.library.Library("phistate", "FRAGMENT")
+library.define(f"additive_log({_LOG_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
 library.define(f"additive({_SCHEMA}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 library.define(
-    f"additive_backward({_SCHEMA}, Tensor d_o, Tensor d_s, Tensor d_z, Tensor o, Tensor final_s, Tensor final_z, "
+    f"additive_backward({_SCHEMA}, Tensor d_o, Tensor? d_s, Tensor? d_z, Tensor o, Tensor final_s, Tensor final_z, "
     "Tensor checkpoints, Tensor denominators, bool wants_decay, bool wants_beta, bool wants_s, bool wants_z) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -113,6 +119,7 @@ def _head(
 
 
 _NO_BACKWARD = (0,) * 34
+_NO_LOGS = (0, 0, 0)
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int]:
@@ -169,8 +176,55 @@ def _additive(
         denominators.data_ptr() if denominators.numel() else 0,
         *_NO_BACKWARD,
         qk_l2norm,
+        *_NO_LOGS,
     )
     if _kernel("delta_forward" if delta else "additive_forward")(_LAYOUT.pack(*fields)):
+        native.check(-1)
+    return outputs
+
+
+def _log_outputs(
+    log_q: Tensor, log_k: Tensor, v: Tensor, cu_seqlens: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    N, Hs, Ho = _sizes(log_q, log_k, v, cu_seqlens)
+    B, T, _, K = log_q.shape
+    state = torch.float32
+    return (
+        v.new_empty(B, T, Ho, v.shape[3]),
+        v.new_empty(N, Hs, K, v.shape[3], dtype=state),
+        v.new_empty((N, Hs, K) if normalize else (0,), dtype=state),
+        v.new_empty(N, Hs, K, dtype=state),
+    )
+
+
+def _additive_log(
+    log_q: Tensor,
+    log_k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    s: Tensor | None,
+    z: Tensor | None,
+    log_scale: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    log_q, log_k, v = _dense(log_q), _dense(log_k), _dense(v)
+    s, z, log_scale = (None if x is None else x.contiguous() for x in (s, z, log_scale))
+    outputs = o, final_s, final_z, final_log_scale = _log_outputs(log_q, log_k, v, cu_seqlens, normalize)
+    fields = (
+        *_head(log_q, log_k, v, None, beta, s, z, mask, cu_seqlens, scale, normalize, True),
+        *_view(o),
+        final_s.data_ptr(),
+        final_z.data_ptr() if normalize else 0,
+        0,
+        0,
+        *_NO_BACKWARD,
+        0,
+        *(1, _data(log_scale), final_log_scale.data_ptr()),
+    )
+    if _kernel("additive_forward")(_LAYOUT.pack(*fields)):
         native.check(-1)
     return outputs
 
@@ -200,6 +254,7 @@ def _additive_step_(
         0,
         *_NO_BACKWARD,
         qk_l2norm,
+        *_NO_LOGS,
     )
     if _kernel("delta_forward" if delta else "additive_forward")(_LAYOUT.pack(*fields)):
         native.check(-1)
@@ -222,8 +277,8 @@ def _additive_backward(
     delta: bool,
     qk_l2norm: bool,
     d_o: Tensor,
-    d_s: Tensor,
-    d_z: Tensor,
+    d_s: Tensor | None,
+    d_z: Tensor | None,
     o: Tensor,
     final_s: Tensor,
     final_z: Tensor,
@@ -238,18 +293,20 @@ def _additive_backward(
     decay = decay if decay is None or decay.ndim < 4 else _dense(decay)
     s = None if s is None else s.contiguous()
     z = None if z is None else z.contiguous()
-    d_s, d_z, final_s, final_z = (x.contiguous() for x in (d_s, d_z, final_s, final_z))
+    d_s = None if d_s is None else d_s.contiguous()
+    d_z = None if d_z is None else d_z.contiguous()
+    final_s, final_z = final_s.contiguous(), final_z.contiguous()
     outputs = _gradients(q, k, v, decay, beta, s, z, cu_seqlens, wants_decay, wants_beta, wants_s, wants_z)
     d_q, d_k, d_v, d_decay, d_beta, d_s0, d_z0 = outputs
     # Heads whose gradient gathers over several states or readers do so in float32.
-    _, _, Ho = _sizes(q, k, v, cu_seqlens)
+    N, Hs, Ho = _sizes(q, k, v, cu_seqlens)
     wide = [
         x.new_empty(x.shape, dtype=torch.float32) if x.shape[2] != Ho and x.dtype != torch.float32 else x
         for x in (d_q, d_k, d_v)
     ]
     d_heads = d_decay
     if wants_decay and decay is not None and decay.ndim == 1:
-        d_heads = d_s.new_empty(final_s.shape[:2])
+        d_heads = q.new_empty(N, Hs, dtype=torch.float32)
     fields = (
         *_head(q, k, v, decay, beta, s, z, mask, cu_seqlens, scale, normalize, causal),
         *_view(o),
@@ -258,8 +315,8 @@ def _additive_backward(
         checkpoints.data_ptr() if checkpoints.numel() else 0,
         denominators.data_ptr() if denominators.numel() else 0,
         *_view(d_o),
-        d_s.data_ptr(),
-        d_z.data_ptr() if normalize else 0,
+        _data(d_s),
+        _data(d_z) if normalize else 0,
         *_view(wide[0]),
         *_view(wide[1]),
         *_view(wide[2]),
@@ -268,6 +325,7 @@ def _additive_backward(
         d_s0.data_ptr() if wants_s else 0,
         d_z0.data_ptr() if wants_z else 0,
         qk_l2norm,
+        *_NO_LOGS,
     )
     if _kernel("delta_backward" if delta else "additive_backward")(_LAYOUT.pack(*fields)):
         native.check(-1)
@@ -327,6 +385,11 @@ def _fake_additive(
     return _outputs(q, k, v, cu_seqlens, normalize, causal, keep)
 
 
+def _fake_log(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    log_q, log_k, v = arguments[:3]
+    return _log_outputs(log_q, log_k, v, cu_seqlens=arguments[8], normalize=arguments[10])
+
+
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     q, k, v, decay, beta, s, z, _mask, cu_seqlens = arguments[:9]
     return _gradients(q, k, v, decay, beta, s, z, cu_seqlens, *arguments[-4:])
@@ -357,17 +420,19 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(q, k, v, decay, beta, s, z, mask, cu_seqlens, *held, checkpoints, denominators)
     ctx.options = options
     ctx.mark_non_differentiable(checkpoints, denominators)
+    ctx.set_materialize_grads(False)  # zeros for the checkpoints' would be as large as they
 
 
-def _backward(ctx: Any, d_o: Tensor, d_s: Tensor, d_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, d_o: Tensor | None, d_s: Tensor | None, d_z: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     q, k, v, decay, beta, s, z, mask, cu_seqlens, o, final_s, final_z, checkpoints, denominators = ctx.saved_tensors
     wanted = ctx.needs_input_grad[3:7]
+    if d_o is None:
+        _, _, Ho = _sizes(q, k, v, cu_seqlens)
+        d_o = q.new_zeros(*q.shape[:2], Ho, v.shape[3])
     if o.numel() == 0:
         o = d_o
-    if final_s.numel() == 0:
-        final_s = d_s
-    if final_z.numel() == 0:
-        final_z = d_z
     *gradients, d_decay, d_beta, d_s0, d_z0 = torch.ops.phistate.additive_backward(
         *(q, k, v, decay, beta, s, z, mask, cu_seqlens),
         *ctx.options,
@@ -379,9 +444,11 @@ def _backward(ctx: Any, d_o: Tensor, d_s: Tensor, d_z: Tensor, *_: Tensor) -> tu
 
 
 library.impl("additive", _additive, "CPU")
+library.impl("additive_log", _additive_log, "CPU")
 library.impl("additive_backward", _additive_backward, "CPU")
 library.impl("additive_step_", _additive_step_, "CPU")
 torch.library.register_fake("phistate::additive", _fake_additive, lib=library)
+torch.library.register_fake("phistate::additive_log", _fake_log, lib=library)
 torch.library.register_fake("phistate::additive_backward", _fake_backward, lib=library)
 torch.library.register_fake("phistate::additive_step_", _fake_step, lib=library)
 torch.library.register_autograd("phistate::additive", _backward, setup_context=_setup, lib=library)

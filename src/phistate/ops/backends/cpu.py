@@ -7,7 +7,8 @@ from torch import Tensor
 
 import phistate.ops.backends.additive  # noqa: F401  (defines the operators)
 from phistate.ops.backends import native
-from phistate.ops.backends.base import Call
+from phistate.ops.backends.base import Call, Result
+from phistate.ops.log_space import by_vector_decay
 
 # Asked once, at import: a compiler's trace cannot ask a library. A PHISTATE_ISA that cannot be honoured raises here.
 _MISSING = native.why_not()
@@ -31,8 +32,10 @@ class CpuBackend:
             reasons.append("a dimension other than time is empty")
         return reasons
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    def run(self, call: Call) -> Result:
         """See :class:`~phistate.ops.backends.base.Backend`."""
+        if call.log_features:
+            return self._run_log(call)
         q, k, delta = call.q, call.k, call.write == "delta"
         if call.qk_l2norm and not delta:  # the delta kernels do it themselves
             q, k = _l2norm(q, call.mask), _l2norm(k, call.mask)
@@ -51,7 +54,18 @@ class CpuBackend:
                 keep,
             ),
         )
-        return o, s, z if call.normalize else None
+        return Result(o, s, z if call.normalize else None)
+
+    def _run_log(self, call: Call) -> Result:
+        """Log features: in one kernel, or with gradients or a decay of their own as a vector decay."""
+        inputs = (call.v, call.beta, call.s, call.z)
+        learns = any(x is not None and x.requires_grad for x in (call.q, call.k, *inputs))
+        if (torch.is_grad_enabled() and learns) or call.decay is not None or not call.causal:
+            return by_vector_decay(call, self.run)
+        o, s, z, log_scale = torch.ops.phistate.additive_log(
+            call.q, call.k, *inputs, call.log_scale, call.mask, call.cu_seqlens, call.scale, call.normalize
+        )
+        return Result(o, s, z if call.normalize else None, log_scale)
 
 
 def step_(
