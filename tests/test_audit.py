@@ -150,7 +150,7 @@ def test_loss_is_the_models_own(recording: Recording, model: nn.Module, tokens: 
 def test_replay_equals_the_full_forward(
     model: nn.Module, tokens: torch.Tensor, recording: Recording, index: int
 ) -> None:
-    mixing = parse("elu")[0].make(head_dim=8, scale=8**-0.5, length=LENGTH, seed=0, layer=index)
+    mixing = parse("elu")[0].make(head_dim=8, scale=8**-0.5, length=LENGTH, seed=0, layer=index, sample=None)
     price = recording.price({index: mixing.attend})
     swap = {model.model.layers[index].self_attn: mixing.attend}
     with torch.inference_mode(), tapped(model, Tap(replaced=swap)):
@@ -162,7 +162,7 @@ def test_replay_equals_the_full_forward(
 
 def test_exact_softmax_costs_nothing(recording: Recording) -> None:
     window = parse(f"window:window={LENGTH}:sinks=0")[0]
-    mixing = window.make(head_dim=8, scale=8**-0.5, length=LENGTH, seed=0, layer=0)
+    mixing = window.make(head_dim=8, scale=8**-0.5, length=LENGTH, seed=0, layer=0, sample=None)
     for replaced in ({0: mixing.attend}, dict.fromkeys(range(3), mixing.attend)):
         assert abs(recording.price(replaced).cost) < 1e-6
     figures, heads = candidate_figures(recording.inputs[0], mixing)
@@ -179,8 +179,10 @@ def test_nothing_replaced_costs_nothing(recording: Recording) -> None:
 def test_what_is_diagnosed_is_what_is_priced(recording: Recording, candidate) -> None:
     """The weights that `compare` looks at give the output that the op computes."""
     inputs = recording.inputs[1]
-    mixing = candidate.make(head_dim=8, scale=inputs.scale, length=LENGTH, seed=3, layer=1)
-    exact = parse(f"window:window={LENGTH}")[0].make(head_dim=8, scale=inputs.scale, length=LENGTH, seed=0, layer=1)
+    mixing = candidate.make(head_dim=8, scale=inputs.scale, length=LENGTH, seed=3, layer=1, sample=None)
+    exact = parse(f"window:window={LENGTH}")[0].make(
+        head_dim=8, scale=inputs.scale, length=LENGTH, seed=0, layer=1, sample=None
+    )
     o, o_hat = exact.attend(inputs.q, inputs.k, inputs.v), mixing.attend(inputs.q, inputs.k, inputs.v)
     error = ((o_hat - o).square().sum((1, 3)) / o.square().sum((1, 3))).sqrt()[0]
     _, heads = candidate_figures(inputs, mixing)
@@ -190,7 +192,7 @@ def test_what_is_diagnosed_is_what_is_priced(recording: Recording, candidate) ->
 def test_random_maps_are_drawn_from_seed_and_layer() -> None:
     favor = parse("favor+:num_features=8")[0]
     prints = [
-        favor.make(head_dim=8, scale=1.0, length=4, seed=seed, layer=layer).kernel.fingerprint
+        favor.make(head_dim=8, scale=1.0, length=4, seed=seed, layer=layer, sample=None).kernel.fingerprint
         for seed, layer in ((0, 0), (0, 0), (0, 1), (1, 0))
     ]
     assert prints[0] == prints[1]
@@ -250,6 +252,14 @@ def test_attention_with_more_than_softmax_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(BadInput, match="GptOssForCausalLM"):
         find_layers(transformers.GptOssForCausalLM(config).eval())
+
+
+def test_a_map_that_does_not_fit_the_heads_is_refused(model: nn.Module, tokens: torch.Tensor) -> None:
+    text = Text("tokens", tokens, tokens.flip(1))
+    with pytest.raises(BadInput, match="--mixers: got 'hedgehog:query_heads=3', which does not fit layer 0: x: got"):
+        audit(LoadedModel("tiny", model, None), text, parse("hedgehog:query_heads=3"))
+    with pytest.raises(BadInput, match="makes 75582 features a head; takes at most 50000"):
+        audit(LoadedModel("tiny", model, None), text, parse("taylor:order=11"))
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------
@@ -322,7 +332,7 @@ def test_report_holds_every_figure(report: Report) -> None:
 
 
 def test_prices_in_the_report_are_the_models(report: Report, recording: Recording) -> None:
-    mixing = parse("elu")[0].make(head_dim=8, scale=8**-0.5, length=LENGTH, seed=0, layer=1)
+    mixing = parse("elu")[0].make(head_dim=8, scale=8**-0.5, length=LENGTH, seed=0, layer=1, sample=None)
     assert report.layers[1].candidates["elu"].price == recording.price({1: mixing.attend})
     assert report.loss_choose == recording.loss
 
@@ -330,7 +340,7 @@ def test_prices_in_the_report_are_the_models(report: Report, recording: Recordin
 def test_plans_are_measured_on_the_other_text(report: Report, model: nn.Module, tokens: torch.Tensor) -> None:
     other = Recording(model, find_layers(model), tokens.flip(1))
     assert report.loss_measure == other.loss != report.loss_choose
-    mixing = parse("elu")[0].make(head_dim=8, scale=8**-0.5, length=LENGTH, seed=0, layer=0)
+    mixing = parse("elu")[0].make(head_dim=8, scale=8**-0.5, length=LENGTH, seed=0, layer=0, sample=None)
     found = report.plan("elu", 3)
     assert found is not None
     assert found.price == other.price(dict.fromkeys(range(3), mixing.attend))
@@ -400,8 +410,10 @@ def test_text_is_cut_in_two(folder: Path) -> None:
 @pytest.mark.parametrize("name", sorted(set(accepted()) - {"window"}))
 def test_every_accepted_name_attends(recording: Recording, name: str) -> None:
     inputs = recording.inputs[1]
-    mixing = parse(name)[0].make(head_dim=8, scale=inputs.scale, length=LENGTH, seed=0, layer=1)
+    sample = (inputs.q, inputs.k)
+    mixing = parse(name)[0].make(head_dim=8, scale=inputs.scale, length=LENGTH, seed=0, layer=1, sample=sample)
     assert mixing.attend(inputs.q, inputs.k, inputs.v).isfinite().all()
+    assert candidate_figures(inputs, mixing)[0]["output_error"] is not None
 
 
 @pytest.mark.parametrize("text,message", [
@@ -461,7 +473,9 @@ def test_a_seed_fixes_everything_but_time(model: nn.Module, tokens: torch.Tensor
     for one in (report, again, other):
         values = one.to_json()
         values["verdict"] = one.verdict()[:2]
-        found.append({name: value for name, value in values.items() if name not in ("timing", "seconds", "seed", "machine")})
+        found.append(
+            {name: value for name, value in values.items() if name not in ("timing", "seconds", "seed", "machine")}
+        )
     assert found[0] == found[1]
     assert found[0] != found[2]
 

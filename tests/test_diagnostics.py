@@ -65,6 +65,13 @@ class Sine(Elu):
         return super().features(x, side, None) * (1.5 + wave)[..., None, None]
 
 
+class PerHead(Elu):
+    """A map that is another for each head, as a learned one may be."""
+
+    def features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
+        return super().features(x, side, None) ** torch.arange(1, x.shape[-2] + 1)[:, None]
+
+
 def sample(length: int = 23, heads: int = 4, kv_heads: int = 2, dim: int = 6, value: int = 5, spread: float = 1.0):
     generator = torch.Generator().manual_seed(7)
     q = torch.randn(2, length, heads, dim, generator=generator, dtype=torch.float64) * spread
@@ -111,7 +118,9 @@ def features(phi: FeatureMap, q: Tensor, k: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("phi", [Elu(6), Signed(6), Positive(6, 32), Sine(6)], ids=lambda phi: type(phi).__name__)
+@pytest.mark.parametrize(
+    "phi", [Elu(6), Signed(6), Positive(6, 32), Sine(6), PerHead(6)], ids=lambda phi: type(phi).__name__
+)
 def test_equals_brute_force(phi: FeatureMap, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "_MIN_BLOCK", 5)  # several blocks, the last one short
     monkeypatch.setattr(diagnostics, "_BLOCK_ELEMENTS", 1)

@@ -161,22 +161,10 @@ def compare(
         # A float32 map would put its rounding (1e-7) into ε, where an exact map should show 1e-15.
         candidate = copy.deepcopy(candidate).double()
     with torch.no_grad():
-        per_head = [
-            _compare_group(
-                q[b, :, h * group : (h + 1) * group].double(),
-                k[b, :, h].double(),
-                v[b, :, h].double(),
-                candidate,
-                scale,
-                causal,
-                positions,
-                block,
-            )
-            for b in range(batch)
-            for h in range(kv_heads)
+        per_sequence = [
+            _compare_sequence(q[b], k[b], v[b], candidate, scale, causal, positions, block) for b in range(batch)
         ]
-    stacked = [torch.stack(parts).reshape(batch, heads, -1).transpose(1, 2) for parts in zip(*per_head, strict=True)]
-    return Comparison(*stacked)
+    return Comparison(*(torch.stack(parts) for parts in zip(*per_sequence, strict=True)))
 
 
 def effective_rank(
@@ -328,7 +316,7 @@ def _positions(queries: Tensor | None, length: int, device: torch.device) -> Ten
     return queries.to(device=device, dtype=torch.int64)
 
 
-def _compare_group(
+def _compare_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -338,19 +326,26 @@ def _compare_group(
     positions: Tensor,
     block: int,
 ) -> list[Tensor]:
-    """One key head: q ``[T,G,D]``, k ``[T,D]``, v ``[T,V]`` → the fields of `Comparison`, each ``[G,Q]``."""
+    """One sequence: q ``[T,Hq,D]``, k ``[T,Hk,D]``, v ``[T,Hk,V]`` → the fields of `Comparison`, each ``[Q,Hq]``."""
+    length, kv_heads = k.shape[:2]
+    k, v = k.double().transpose(0, 1), v.double().transpose(0, 1)
     weights = _Weights(candidate, k)
     parts: list[list[Tensor]] = []
     for at in positions.split(block):
         # Keys after the last query of the block are seen by none of its queries.
-        stop = int(at[-1]) + 1 if causal else k.shape[0]
+        stop = int(at[-1]) + 1 if causal else length
         keys = torch.arange(stop, device=k.device)
-        rows = q[at].transpose(0, 1)
-        logits = rows @ k[:stop].T * scale
         hidden = keys > at[:, None] if causal else None
-        log_abs, sign = weights(rows, logits, at, keys)
-        parts.append(_rows(logits, log_abs, sign, hidden, v[:stop]))
-    return [torch.cat(columns, dim=-1) for columns in zip(*parts, strict=True)]
+        rows = q[at].double()
+        phi = weights.queries(rows, at)
+        rows = rows.transpose(0, 1).unflatten(0, (kv_heads, -1))
+        heads = []
+        for h in range(kv_heads):
+            logits = rows[h] @ k[h, :stop].T * scale
+            log_abs, sign = weights.of(h, phi, logits, at, keys)
+            heads.append(_rows(logits, log_abs, sign, hidden, v[h, :stop]))
+        parts.append([torch.cat(fields).T for fields in zip(*heads, strict=True)])
+    return [torch.cat(columns) for columns in zip(*parts, strict=True)]
 
 
 class _Weights:
@@ -358,30 +353,37 @@ class _Weights:
 
     def __init__(self, candidate: FeatureMap | LogKernel, k: Tensor) -> None:
         self.candidate = candidate
-        self.features: Tensor | None = None
+        self.phi_k: Tensor | None = None
         if isinstance(candidate, FeatureMap):
-            at = torch.arange(k.shape[0], device=k.device)[None] if candidate.positional else None
             side = candidate.log_key if isinstance(candidate, ExponentialFeatureMap) else candidate.key
-            self.features = side(k[None, :, None], at)[0, :, 0]
+            at = torch.arange(k.shape[1], device=k.device) if candidate.positional else None
+            self.phi_k = side(k.transpose(0, 1)[None], at)[0].transpose(0, 1)
 
-    def __call__(self, rows: Tensor, logits: Tensor, at: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows ``[G,Q,D]``, logits ``[G,Q,J]`` → log|κ̂| ``[G,Q,J]`` and its sign (None: nowhere
-        negative)."""
-        if self.features is None:
+    def queries(self, rows: Tensor, at: Tensor) -> Tensor | None:
+        """Features (or their logarithms) of a block of queries: ``[Q,Hq,D] -> [Hk,G,Q,F]``."""
+        if self.phi_k is None:
+            return None
+        assert isinstance(self.candidate, FeatureMap)
+        side = self.candidate.log_query if isinstance(self.candidate, ExponentialFeatureMap) else self.candidate.query
+        phi_q = side(rows[None], at if self.candidate.positional else None)[0]
+        return phi_q.transpose(0, 1).unflatten(0, (self.phi_k.shape[0], -1))
+
+    def of(
+        self, head: int, phi_q: Tensor | None, logits: Tensor, at: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of one key head: log|κ̂| ``[G,Q,J]`` and its sign (None: nowhere negative)."""
+        if phi_q is None or self.phi_k is None:
             assert not isinstance(self.candidate, FeatureMap)
             return self.candidate(logits, at, keys), None
         assert isinstance(self.candidate, FeatureMap)
-        where = at[None] if self.candidate.positional else None
-        side = self.candidate.log_query if isinstance(self.candidate, ExponentialFeatureMap) else self.candidate.query
-        phi_q = side(rows.transpose(0, 1)[None], where)[0].transpose(0, 1)
-        phi_k = self.features[: keys.numel()]
+        phi_k = self.phi_k[head, : keys.numel()]
         if isinstance(self.candidate, ExponentialFeatureMap):
-            return _log_product(phi_q, phi_k), None
-        weight = phi_q @ phi_k.T
-        sign = None if self.candidate.positive else weight.sign()
-        # A map that is positive in exact arithmetic may round to −1e-20; that is a zero, not a negative
-        # weight.
-        return (weight.abs() if sign is not None else weight.clamp_(min=0)).log(), sign
+            return _log_product(phi_q[head], phi_k), None
+        weight = phi_q[head] @ phi_k.T
+        if self.candidate.positive:
+            # A map that is positive in exact arithmetic may round to −1e-20; that is a zero, not a negative weight.
+            return weight.clamp_(min=0).log(), None
+        return weight.abs().log(), weight.sign()
 
 
 def _log_product(log_q: Tensor, log_k: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-from phistate.features import ExponentialFeatureMap, feature_map, feature_map_names
-from tests.features.cases import NAMES, OPTIONS, RANDOM, D, kernel, make, vectors
+from phistate.features import ExponentialFeatureMap, FittedFeatureMap, feature_map, feature_map_names
+from tests.features.cases import NAMES, OPTIONS, RANDOM, D, kernel, make, sample, vectors
 
 EXPONENTIAL = [name for name in NAMES if isinstance(make(name), ExponentialFeatureMap)]
 POSITIONS = torch.arange(5)
@@ -86,6 +86,8 @@ def test_positive_is_true_to_its_word(name):
 
 def test_scale_is_split_between_query_and_key(name):
     phi, unit = make(name, scale=0.3), make(name, scale=1.0)
+    if isinstance(unit, FittedFeatureMap):  # to what the other map saw
+        unit.fit(*(math.sqrt(0.3) * given for given in sample()))
     x = vectors(2, 5, 3)
     assert make(name).scale == pytest.approx(D**-0.5)
     for side, plain in zip(sides(phi), sides(unit), strict=True):
@@ -105,9 +107,7 @@ def test_gradients(name):
     x = vectors(1, 3, 2).requires_grad_()
     parameters = list(phi.parameters())
     for side in sides(phi):
-        torch.autograd.gradcheck(
-            lambda x, *_, side=side: side(x, POSITIONS[:3]) + 0 * x.sum(), (x, *parameters)
-        )
+        torch.autograd.gradcheck(lambda x, *_, side=side: side(x, POSITIONS[:3]) + 0 * x.sum(), (x, *parameters))
 
 
 def test_gradients_stay_finite_where_a_feature_would_overflow():
@@ -154,6 +154,14 @@ def test_fingerprint_knows_the_draw_and_the_settings(name):
         "hedgehog": {"bias": False},
         "favor+": {"orthogonal": False},
         "rff": {"orthogonal": False},
+        "dpfp": {"nu": 3},
+        "rebased": {"eps": 1e-3},
+        "hyperbolic": {"orthogonal": False},
+        "oprf": {"orthogonal": False},
+        "sderf": {"balance": "full"},
+        "simplex": {"num_features": 7},
+        "nystrom": {"num_features": 9},
+        "polysketch": {"sketch_size": 6},
     }
     if name in changed:
         prints.add(make(name, **changed[name]).fingerprint)
@@ -243,6 +251,20 @@ def test_unknown_name():
         ("hedgehog", "key_heads", 0, ValueError),
         ("relu", "epsilon", -1.0, ValueError),
         ("relu2", "epsilon", math.nan, ValueError),
+        ("dpfp", "nu", 0, ValueError),
+        ("dpfp", "nu", 8, ValueError),
+        ("rebased", "eps", -1.0, ValueError),
+        ("hyperbolic", "num_features", 0, ValueError),
+        ("hyperbolic", "num_features", 7, ValueError),
+        ("oprf", "num_features", 0, ValueError),
+        ("oprf", "heads", 0, ValueError),
+        ("oprf", "a", 0.125, ValueError),
+        ("oprf", "a", -math.inf, ValueError),
+        ("sderf", "num_features", 0, ValueError),
+        ("sderf", "balance", "half", ValueError),
+        ("simplex", "num_features", 0, ValueError),
+        ("nystrom", "num_features", 0, ValueError),
+        ("polysketch", "sketch_size", 0, ValueError),
     ],
 )
 def test_refuses_wrong_options(name, option, value, error):

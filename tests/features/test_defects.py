@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from phistate import linear_attention
-from phistate.features import CosFormer, Elu, Exp, FavorPlus, Taylor, TrigonometricFeatures, feature_map
+from phistate.features import DPFP, CosFormer, Elu, Exp, FavorPlus, Taylor, TrigonometricFeatures, feature_map
 from tests.features.cases import NAMES, RANDOM, generator, make, vectors
+
+
+def many(name):
+    """A random map of enough rows for several blocks."""
+    return make(name, **({"sketch_size": 32} if name == "polysketch" else {"num_features": 64}))
 
 
 def test_01_qr_without_the_sign_of_its_diagonal():
@@ -24,8 +29,9 @@ def test_01_qr_without_the_sign_of_its_diagonal():
 
 def test_02_blocks_that_repeat_one_seed():
     for name in RANDOM:
-        directions = make(name, num_features=64).directions
-        assert len(directions.unique(dim=0)) == len(directions)
+        u = torch.nn.functional.normalize(many(name).directions, dim=-1)
+        cosines = (u @ u.T).abs().fill_diagonal_(0)
+        assert cosines.max() < 1 - 1e-6
 
 
 def test_03_epsilon_added_to_features():
@@ -52,6 +58,15 @@ def test_05_taylor_features_counted_otherwise_than_emitted():
         phi = Taylor(d, order=2)
         emitted = phi.key(torch.zeros(1, d)).shape[-1]
         assert emitted == phi.num_features == 1 + d + d * (d + 1) // 2
+
+
+def test_06_dpfp_whose_negative_half_is_minus_relu():
+    x = torch.tensor([[2.0, -3.0, 1.0]])
+    r = [2.0, 0.0, 1.0, 0.0, 3.0, 0.0]
+    expected = [r[i] * r[(i + j) % 6] for j in (1, 2) for i in range(6)]
+    phi = DPFP(3, nu=2, scale=1.0)
+    torch.testing.assert_close(phi.key(x), torch.tensor([expected]))
+    assert phi.query(-x).sum() > 0
 
 
 def test_07_clamp_before_an_exponential():
@@ -87,7 +102,7 @@ def test_11_cosformer_length_that_follows_the_sequence():
 
 def test_12_redrawing_by_itself_and_norms_that_do_not_vary():
     for name in RANDOM:
-        phi = make(name, num_features=64)
+        phi = many(name)
         x = vectors(2, 3)
         first = phi.query(x)
         assert torch.equal(phi.train().query(x), phi.eval().query(x))

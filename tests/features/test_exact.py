@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from phistate.features import CosFormer, Elu, Exp, Hedgehog, Polynomial, Taylor, Uniform
+from phistate.features import CosFormer, Elu, Exp, Hedgehog, Polynomial, ReBased, Taylor, Uniform
 from tests.features.cases import vectors
 
 
@@ -61,9 +61,7 @@ def test_slices_and_gather_have_the_same_gradients():
     x = vectors(70, 1).requires_grad_()
     slope = vectors(phi.num_features, seed=1)[:, 0]
     together = torch.autograd.grad((phi.query(x) @ slope).sum(), x)[0]
-    alone = torch.cat(
-        [torch.autograd.grad((phi.query(x[t : t + 1]) @ slope).sum(), x)[0][t : t + 1] for t in (0, 69)]
-    )
+    alone = torch.cat([torch.autograd.grad((phi.query(x[t : t + 1]) @ slope).sum(), x)[0][t : t + 1] for t in (0, 69)])
     torch.testing.assert_close(together[[0, 69]], alone)
 
 
@@ -126,3 +124,19 @@ def test_hedgehog_with_weights_for_each_head():
         phi.query(x[:, :, :2])
     with pytest.raises(ValueError, match="with key_heads = 1"):
         phi.key(x)
+
+
+def test_rebased_kernel():
+    torch.manual_seed(0)
+    phi = ReBased(4, scale=0.7, eps=1e-3).double()
+    for parameter in phi.parameters():
+        torch.nn.init.normal_(parameter)
+    x, y = vectors(70, 2), vectors(70, 2, seed=1)
+
+    def normal(z, gain, shift):
+        centred = 0.7**0.5 * (z - z.mean(-1, keepdim=True))
+        return gain * centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() + shift
+
+    logits = dots(normal(x, phi.query_gain, phi.query_shift), normal(y, phi.key_gain, phi.key_shift))
+    assert phi.num_features == 10
+    torch.testing.assert_close(kernel(phi, x, y), logits**2)

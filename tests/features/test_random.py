@@ -1,37 +1,66 @@
 """Random maps as what they claim to be: unbiased, of the variance their formula says, on Haar rows."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
-from phistate.features import FavorPlus, TrigonometricFeatures
+from phistate.features import (
+    Centred,
+    FavorPlus,
+    FavorPlusPlus,
+    FavorSharp,
+    Hyperbolic,
+    PolySketch,
+    Simplex,
+    TrigonometricFeatures,
+)
 from phistate.features.rows import draw_rows, simplex
-from tests.features.cases import D, generator, vectors
+from tests.features.cases import RANDOM, D, generator, make, sample, vectors
 
-DRAWS = 4000
-PAIRS = [
-    (vectors(3, seed=seed, size=size), vectors(3, seed=seed + 1, size=size))
-    for seed, size in ((1, 0.2), (5, 0.4))
-]
+DRAWS = 20000
+X = torch.cat([vectors(3, seed=1, size=0.2), vectors(3, seed=5, size=0.4)])
+Y = torch.cat([vectors(3, seed=2, size=0.2), vectors(3, seed=6, size=0.4)])
+"""Six pairs, half of them small, half as large as the tails of an exponential still let the draws judge."""
 
 UNBIASED = {
-    "favor+ independent": lambda: FavorPlus(D, num_features=6, orthogonal=False, generator=generator()),
-    "favor+ orthogonal": lambda: FavorPlus(D, num_features=6, generator=generator()),
-    "rff independent": lambda: TrigonometricFeatures(
-        D, num_features=12, orthogonal=False, generator=generator()
-    ),
-    "rff orthogonal": lambda: TrigonometricFeatures(D, num_features=12, generator=generator()),
+    "favor+ independent": lambda: FavorPlus(D, num_features=6, orthogonal=False),
+    "favor+ orthogonal": lambda: FavorPlus(D, num_features=6),
+    "rff independent": lambda: TrigonometricFeatures(D, num_features=12, orthogonal=False),
+    "rff orthogonal": lambda: TrigonometricFeatures(D, num_features=12),
+    "hyperbolic independent": lambda: Hyperbolic(D, num_features=12, orthogonal=False),
+    "hyperbolic orthogonal": lambda: Hyperbolic(D, num_features=12),
+    "simplex": lambda: Simplex(D, num_features=6),
+    "oprf independent": lambda: FavorPlusPlus(D, num_features=6, orthogonal=False).fit(*sample()),
+    "oprf orthogonal": lambda: FavorPlusPlus(D, num_features=6).fit(*sample()),
+    "oprf with a given": lambda: FavorPlusPlus(D, num_features=6, a=-0.3),
+    "sderf independent": lambda: FavorSharp(D, num_features=6, orthogonal=False).fit(*sample()),
+    "sderf fully balanced": lambda: FavorSharp(D, num_features=6, orthogonal=False, balance="full").fit(*sample()),
+    "centred favor+": lambda: Centred(FavorPlus(D, num_features=6)).fit(*sample()),
+    "centred oprf": lambda: Centred(FavorPlusPlus(D, num_features=6)).fit(*sample()),
 }
 
 
-def ratios(phi, x, y, draws=DRAWS):
-    """κ̂/κ for each draw and pair: ``[draws, pairs]``."""
-    exact = (phi.scale * x * y).sum(-1).exp()
-    source = generator(3)
-    found = []
-    for _ in range(draws):
-        phi.redraw(source)
-        found.append((phi.query(x) * phi.key(y)).sum(-1) / exact)
-    return torch.stack(found)
+class Pairs(torch.nn.Module):
+    """κ̂ of the six pairs, as a function of the rows."""
+
+    def __init__(self, phi):
+        super().__init__()
+        self.phi = phi
+        self.drawn = phi.phi if isinstance(phi, Centred) else phi
+
+    def forward(self):
+        return (self.phi.query(X) * self.phi.key(Y)).sum(-1)
+
+
+def estimates(phi):
+    """κ̂ for each draw and pair, ``[draws, pairs]``, for rows drawn in one go, as fresh blocks are."""
+    pairs = Pairs(phi)
+    count, dim = pairs.drawn.directions.shape
+    whole = -(-count // dim) * dim
+    rows = draw_rows(DRAWS * whole, dim, pairs.drawn.rows, generator(3)).view(DRAWS, whole, dim)[:, :count]
+    return torch.func.vmap(lambda w: torch.func.functional_call(pairs, {"drawn.directions": w}, ()))(rows)
 
 
 def within(got, expected, spread, count, errors=4):
@@ -42,22 +71,67 @@ def within(got, expected, spread, count, errors=4):
 @pytest.mark.parametrize("case", UNBIASED)
 def test_unbiased_with_the_variance_of_its_formula(case):
     phi = UNBIASED[case]()
-    for x, y in PAIRS:
-        found = ratios(phi, x, y)
-        expected = phi.relative_variance(x, y)
-        assert expected.shape == (3,)
-        assert within(found.mean(0), 1.0, expected.sqrt(), DRAWS)
-        squares = (found - 1).square()
-        assert within(squares.mean(0), expected, squares.std(0), DRAWS)
+    found = estimates(phi) / (phi.scale * X * Y).sum(-1).exp()
+    expected = phi.relative_variance(X, Y)
+    assert expected.shape == (6,)
+    assert within(found.mean(0), 1.0, expected.sqrt(), DRAWS)
+    squares = (found - 1).square()
+    assert within(squares.mean(0), expected, squares.std(0), DRAWS)
 
 
-def test_coupling_rows_lowers_the_variance():
-    for x, y in PAIRS:
-        for cls in (FavorPlus, TrigonometricFeatures):
-            plain, coupled = (
-                cls(D, num_features=8, orthogonal=o).relative_variance(x, y) for o in (False, True)
-            )
-            assert (coupled < plain).all()
+def test_redraw_is_such_a_draw():
+    for phi in (make(name) for name in RANDOM):
+        phi.redraw(generator(3))
+        expected = draw_rows(*phi.directions.shape, phi.rows, generator(3))
+        torch.testing.assert_close(phi.directions, expected.float(), rtol=0, atol=0)
+
+
+def test_sderf_with_orthogonal_rows_is_unbiased_and_below_its_formula():
+    phi = FavorSharp(D, num_features=6).fit(*sample())
+    found = estimates(phi) / (phi.scale * X * Y).sum(-1).exp()
+    expected = phi.relative_variance(X, Y)
+    assert within(found.mean(0), 1.0, expected.sqrt(), DRAWS)
+    assert (found.var(0) < expected).all()
+
+
+def test_polysketch_squares_an_unbiased_sketch():
+    phi = PolySketch(D, sketch_size=12)
+    exact = (phi.scale * X * Y).sum(-1) ** 2
+    # φ = y⊗y cannot be negative, so the square root of κ̂ is |y_x·y_y|: the sketch itself is written out.
+    rows = draw_rows(DRAWS * 24, D, "independent", generator(3)).view(DRAWS, 2, 12, D)
+    a, b = (rows @ X.T).prod(1), (rows @ Y.T).prod(1)  # [draws, 12, pairs]
+    inner = (a * b).mean(1) * phi.scale**2
+    assert within(inner.mean(0), exact, inner.std(0), DRAWS)
+    torch.testing.assert_close(estimates(phi), inner**2, rtol=1e-6, atol=0)
+
+
+def test_polysketch_has_the_moments_of_its_formulas():
+    """Against cubature, which is exact for polynomials, where draws would need more tail than they have."""
+    x, y = torch.tensor([[0.8, 0.3], [1.0, 0.0]]), torch.tensor([[0.5, -0.2], [1.0, 1.0]])
+    phi = PolySketch(2, sketch_size=4, scale=1.0)
+    nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(9))
+    weights = weights / weights.sum()
+    grid, mass = torch.cartesian_prod(nodes, nodes), torch.cartesian_prod(weights, weights).prod(-1)
+    product = (grid @ x.double().T) * (grid @ y.double().T)  # (g·x)(g·y): [81, pairs]
+    z = [(mass @ product**n) ** 2 for n in range(5)]  # E Zⁿ
+    two = [sum(math.comb(n, i) * z[i] * z[n - i] for i in range(n + 1)) for n in range(5)]
+    four = [sum(math.comb(n, i) * two[i] * two[n - i] for i in range(n + 1)) for n in range(5)]
+    second, fourth = four[2] / 4**2, four[4] / 4**4
+    exact = (x * y).sum(-1).double() ** 4
+    torch.testing.assert_close(phi.relative_bias(x, y), second / exact - 1)
+    torch.testing.assert_close(phi.relative_variance(x, y), (fourth - second**2) / exact**2)
+
+
+def test_variances_are_ordered_as_their_papers_say():
+    """Of as many features, for every pair: simplex < orthogonal < independent, hyperbolic < FAVOR+."""
+    independent = FavorPlus(D, num_features=8, orthogonal=False).relative_variance(X, Y)
+    orthogonal = FavorPlus(D, num_features=8).relative_variance(X, Y)
+    assert (orthogonal < independent).all()
+    assert (Simplex(D, num_features=8).relative_variance(X, Y) < orthogonal).all()
+    assert (Hyperbolic(D, num_features=8, orthogonal=False).relative_variance(X, Y) < independent).all()
+    trigonometric = (TrigonometricFeatures(D, num_features=16, orthogonal=o) for o in (True, False))
+    coupled, plain = (phi.relative_variance(X, Y) for phi in trigonometric)
+    assert (coupled < plain).all()
 
 
 def test_relative_variance_of_trigonometric_features_is_zero_on_the_diagonal():
@@ -69,7 +143,7 @@ def test_relative_variance_of_trigonometric_features_is_zero_on_the_diagonal():
 
 @pytest.mark.parametrize("rows", ["independent", "orthogonal", "simplex"])
 def test_each_row_is_a_standard_normal(rows):
-    w = torch.stack([draw_rows(5, D, rows, g) for g in [generator()] for _ in range(DRAWS)])  # [draws, 5, D]
+    w = draw_rows(2 * D * DRAWS, D, rows, generator()).view(DRAWS, 2 * D, D)
     assert w.dtype == torch.float64
     assert within(w.mean(0), 0.0, 1.0, DRAWS)
     second = torch.einsum("nri,nrj->rij", w, w) / DRAWS
@@ -99,13 +173,12 @@ def test_rows_of_a_block_have_their_gram_matrix_and_blocks_are_fresh(rows, produ
 
 def test_rotations_are_haar():
     """Moments of the trace over O(D): E tr Q = 0, E tr² = 1, E tr⁴ = 3, E tr Q² = 1."""
-    source = generator()
-    w = torch.stack([draw_rows(D, D, "orthogonal", source) for _ in range(DRAWS)])
+    w = draw_rows(D * DRAWS, D, "orthogonal", generator()).view(DRAWS, D, D)
     q = w / w.norm(dim=-1, keepdim=True)
     trace = q.diagonal(dim1=1, dim2=2).sum(-1)
     squared = (q @ q).diagonal(dim1=1, dim2=2).sum(-1)
-    for sample, expected in ((trace, 0.0), (trace**2, 1.0), (trace**4, 3.0), (squared, 1.0)):
-        assert within(sample.mean(), expected, sample.std(), DRAWS)
+    for values, expected in ((trace, 0.0), (trace**2, 1.0), (trace**4, 3.0), (squared, 1.0)):
+        assert within(values.mean(), expected, values.std(), DRAWS)
 
 
 def test_simplex_vectors():

@@ -13,13 +13,16 @@ from torch import Tensor
 from phistate.audit.capture import Attend
 from phistate.audit.errors import BadInput
 from phistate.diagnostics import LogKernel, window_kernel
-from phistate.features import FeatureMap, feature_map, feature_map_names
+from phistate.features import FeatureMap, FittedFeatureMap, feature_map, feature_map_names
 from phistate.mixer import PRESETS
 from phistate.ops.linear_attention import linear_attention
 from phistate.ops.softmax_attention import softmax_attention
 
 DEFAULT_MIXERS = "uniform,window:window=64:sinks=4,elu,taylor:order=2,favor+:num_features=256,cosformer"
 """Two baselines (one looks at nothing, one only nearby) and four linear maps."""
+
+Sample = tuple[Tensor, Tensor]
+"""Queries ``[B,T,Hq,D]`` and keys ``[B,T,Hk,D]``."""
 
 _FLOAT32 = 4
 _SEED_STRIDE = 1_000_003  # a prime, so that (seed, layer) pairs of one audit never share a draw
@@ -47,8 +50,17 @@ class Candidate(ABC):
         """Whether it stands here for comparison: it needs no linear attention."""
 
     @abstractmethod
-    def make(self, *, head_dim: int, scale: float, length: int, seed: int, layer: int) -> Mixing:
-        """The candidate for one layer; what is random is drawn from ``(seed, layer)``."""
+    def make(self, *, head_dim: int, scale: float, length: int, seed: int, layer: int, sample: Sample | None) -> Mixing:
+        """The candidate for one layer.
+
+        Args:
+            head_dim: D.
+            scale: softmax's.
+            length: of the text.
+            seed: with ``layer``, what random maps are drawn from.
+            layer: its index.
+            sample: queries and keys that a map is fitted to, where it has to be; None: leave it unfitted.
+        """
 
     @abstractmethod
     def state_bytes(self, mixing: Mixing, *, length: int, kv_heads: int, head_dim: int, value_dim: int) -> int:
@@ -64,7 +76,7 @@ class Window(Candidate):
         """It is one."""
         return True
 
-    def make(self, *, head_dim: int, scale: float, length: int, seed: int, layer: int) -> Mixing:
+    def make(self, *, head_dim: int, scale: float, length: int, seed: int, layer: int, sample: Sample | None) -> Mixing:
         """`softmax_attention` with the window and sinks."""
         window, sinks = self._sizes
 
@@ -104,7 +116,7 @@ class Mapped(Candidate):
         """The uniform average looks at nothing, so a map that loses to it is no map."""
         return self.name == "uniform"
 
-    def make(self, *, head_dim: int, scale: float, length: int, seed: int, layer: int) -> Mixing:
+    def make(self, *, head_dim: int, scale: float, length: int, seed: int, layer: int, sample: Sample | None) -> Mixing:
         """The map with the model's softmax scale, and `linear_attention` by it."""
         preset = PRESETS.get(self.name)
         fixed = {} if preset is None else dict(preset.feature_options)
@@ -116,6 +128,8 @@ class Mapped(Candidate):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed * _SEED_STRIDE + layer)
             phi = feature_map(name, head_dim=head_dim, **options)
+            if isinstance(phi, FittedFeatureMap) and sample is not None:
+                phi.fit(*sample)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return linear_attention(q, k, v, feature_map=phi, normalize=True, signed="allow")
@@ -165,7 +179,8 @@ def parse(text: str) -> list[Candidate]:
             raise BadInput(f"--mixers: got {part!r}; a generator is not given here: --seed fixes the draw")
         candidate = Window(part, options) if name == "window" else Mapped(part, options, name)
         try:
-            candidate.make(head_dim=64, scale=64**-0.5, length=1, seed=0, layer=0)
+            # Small heads: only the options are at stake here, and Taylor-4 of a real head takes a while to make.
+            candidate.make(head_dim=8, scale=8**-0.5, length=1, seed=0, layer=0, sample=None)
         except (TypeError, ValueError) as error:
             raise BadInput(f"--mixers: got {part!r}; {error}") from None
         if part in (other.label for other in found):

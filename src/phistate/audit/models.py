@@ -185,15 +185,18 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Transformers without its progress bars and warnings: the audit has its own."""
+    """Transformers and its hub without their progress bars and warnings: one line says what is wrong."""
+    from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    bars, level, hub_level = logging.is_progress_bar_enabled(), logging.get_verbosity(), hub.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    hub.set_verbosity_error()
     try:
         yield
     finally:
+        hub.set_verbosity(hub_level)
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()

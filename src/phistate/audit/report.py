@@ -38,7 +38,11 @@ class LayerReport:
     @property
     def cheapest(self) -> str:
         """The label of the candidate with the lowest price."""
-        return min(self.candidates, key=lambda label: self.candidates[label].price.cost)
+        return self.cheapest_of(list(self.candidates))
+
+    def cheapest_of(self, labels: Sequence[str]) -> str:
+        """The label, of these, with the lowest price."""
+        return min(labels, key=lambda label: self.candidates[label].price.cost)
 
 
 @dataclass(frozen=True)
@@ -175,9 +179,19 @@ class Report:
         ways = ", ".join(f"{count} by {short(label)}" for label, count in by)
         return (
             f"{len(cheap.plan.replaced)} of {looked_at} ({ranges(sorted(cheap.plan.replaced))}) can go for under "
-            f"{self.threshold:g} nats each ({ways}); all of these together cost {_cost(cheap.price)} nats on other "
-            f"text, where the model's own loss is {self.loss_measure:.3f}."
+            f"{self.threshold:g} nats each ({ways}){self._by_maps_alone()}; all of these together cost "
+            f"{_cost(cheap.price)} nats on other text, where the model's own loss is {self.loss_measure:.3f}."
         )
+
+    def _by_maps_alone(self) -> str:
+        """How many of them a linear map could take, where baselines were there to take them first."""
+        alone = self.plan(f"maps under {self.threshold:g} nats")
+        if alone is None:
+            return ""
+        layers = sorted(alone.plan.replaced)
+        if not layers:
+            return ", none of them by a linear map"
+        return f", {len(layers)} of them ({ranges(layers)}) by a linear map too, together {_cost(alone.price)}"
 
     def _against_baseline(self) -> str:
         if not self.maps:
@@ -204,9 +218,9 @@ class Report:
         ahead = base.price.cost - best.price.cost
         noise = 2 * math.hypot(base.price.standard_error, best.price.standard_error)
         result = "no clear difference" if abs(ahead) < noise else "the map wins" if ahead > 0 else "the baseline wins"
-        layers = "layers" if count > 1 else "layer"
+        layers = f"{count} cheapest layers replaced together" if count > 1 else "cheapest layer replaced"
         return (
-            f"Against the baseline {short(rival)}, {alone}; with the {count} cheapest {layers} replaced together, "
+            f"Against the baseline {short(rival)}, {alone}; with the {layers}, "
             f"linear maps cost {_cost(best.price)} and the baseline {_cost(base.price)} nats: {result}."
         )
 
@@ -215,7 +229,7 @@ class Report:
         label = self._best_map() if self.maps else self.labels[0]
         timing = self.timing(label)
         longest = max((n for n, s in timing.seconds.items() if s and softmax.seconds[n]), default=None)
-        where = f"On this machine ({self.threads} threads, {timing.backend} backend)"
+        where = f"On this machine ({threads(self.threads)}, {timing.backend} backend)"
         if longest is None:
             speed = f"{short(label)} was not timed within the budget"
         else:
@@ -263,6 +277,16 @@ def size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
+
+
+def threads(count: int) -> str:
+    """How many threads, in words.
+
+    Example:
+        >>> threads(1), threads(2)
+        ('1 thread', '2 threads')
+    """
+    return f"{count} thread" if count == 1 else f"{count} threads"
 
 
 def ranges(numbers: Sequence[int]) -> str:

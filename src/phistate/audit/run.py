@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from phistate.audit.candidates import Candidate, Mixing
-from phistate.audit.capture import Attend, find_layers
+from phistate.audit.capture import Attend, Inputs, find_layers
 from phistate.audit.errors import BadInput
 from phistate.audit.interventions import Price, Recording
 from phistate.audit.metrics import candidate_figures, softmax_figures
@@ -19,9 +19,13 @@ from phistate.audit.plan import Plan, cumulative, measure, under
 from phistate.audit.report import CandidateFigures, LayerReport, Report, ranges
 from phistate.audit.text import Text
 from phistate.audit.timing import LENGTHS, Shape, time_attention
+from phistate.features import FeatureMap
 
 THRESHOLD = 0.01
 """Nats per token under which a single layer counts as cheap to replace: 1% of perplexity."""
+
+MOST_FEATURES = 50_000
+"""Features of one head a map may make: Taylor-3 for heads of 64, which take 2 GB to diagnose over 512 tokens."""
 
 TIMING_BUDGET = 60.0
 """Seconds given to timing by default."""
@@ -89,7 +93,10 @@ def audit(
         choose = Recording(model, found, text.choose)
         progress.step()
         on = _select(choose, layers)
+        shape = _shape(choose, on)
+        left_out = sorted(layer for layer, inputs in choose.inputs.items() if not inputs.plain)
         measured_on = Recording(model, found, text.measure)
+        measured_on.inputs.clear()  # only its losses are wanted, and this is most of the memory
         progress.step()
 
     progress.stage("pricing layers", len(on) * len(candidates))
@@ -102,14 +109,7 @@ def audit(
             softmax, heads = softmax_figures(inputs)
         figures: dict[str, CandidateFigures] = {}
         for candidate in candidates:
-            mixing = candidate.make(
-                head_dim=inputs.q.shape[-1],
-                scale=inputs.scale,
-                length=inputs.q.shape[1],
-                seed=seed,
-                layer=index,
-            )
-            mixings[index, candidate.label] = mixing
+            mixing = mixings[index, candidate.label] = _fitting(candidate, inputs, seed, index)
             with _clock(took, "figures"):
                 of_layer, of_heads = candidate_figures(inputs, mixing)
             with _clock(took, "prices"):
@@ -130,7 +130,6 @@ def audit(
 
         measured = measure(plans, together, progress.step)
 
-    shape = _shape(measured_on, on)
     mixings.clear()
     with _clock(took, "timing"):
         progress.stage("timing", len(lengths))
@@ -147,7 +146,7 @@ def audit(
         seed=seed,
         baselines=baselines,
         all_layers=len(found),
-        left_out=sorted(layer for layer, inputs in measured_on.inputs.items() if not inputs.plain),
+        left_out=left_out,
         threshold=THRESHOLD,
         loss_choose=choose.loss,
         loss_measure=measured_on.loss,
@@ -171,6 +170,25 @@ def _select(recording: Recording, layers: Sequence[int] | None) -> list[int]:
             reason = "is no plain softmax layer" if index in recording.inputs else "is not there"
             raise BadInput(f"--layers: got {index}, which {reason}; takes some of {ranges(plain)}")
     return sorted(set(layers))
+
+
+def _fitting(candidate: Candidate, inputs: Inputs, seed: int, index: int) -> Mixing:
+    """The candidate for one layer; what only this model's heads can refuse is refused before it is priced."""
+    try:
+        mixing = candidate.make(
+            head_dim=inputs.q.shape[-1],
+            scale=inputs.scale,
+            length=inputs.q.shape[1],
+            seed=seed,
+            layer=index,
+            sample=(inputs.q, inputs.k),
+        )
+        if isinstance(mixing.kernel, FeatureMap) and mixing.kernel.num_features > MOST_FEATURES:
+            raise ValueError(f"it makes {mixing.kernel.num_features} features a head; takes at most {MOST_FEATURES}")
+        mixing.attend(inputs.q[:, :1], inputs.k[:, :1], inputs.v[:, :1])
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"--mixers: got {candidate.label!r}, which does not fit layer {index}: {error}") from None
+    return mixing
 
 
 def _cheap(prices: Mapping[int, Mapping[str, Price]], candidates: Sequence[Candidate]) -> list[Plan]:

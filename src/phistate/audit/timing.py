@@ -90,7 +90,9 @@ def time_attention(
             runs: dict[str, Attend] = {SOFTMAX: _softmax(shape)}
             memory[SOFTMAX][length] = length * shape.kv_heads * (shape.head_dim + shape.value_dim) * _FLOAT32
             for candidate in candidates:
-                mixing = candidate.make(head_dim=shape.head_dim, scale=shape.scale, length=length, seed=seed, layer=0)
+                mixing = candidate.make(
+                    head_dim=shape.head_dim, scale=shape.scale, length=length, seed=seed, layer=0, sample=(q, k)
+                )
                 runs[candidate.label] = mixing.attend
                 memory[candidate.label][length] = candidate.state_bytes(mixing, length=length, **sizes)
                 if n == 0:

@@ -9,7 +9,9 @@ import typer
 
 from phistate import __version__
 from phistate.cli.audit import audit
+from phistate.cli.bench import bench
 from phistate.cli.features import features
+from phistate.cli.info import info
 
 app = typer.Typer(
     name="phistate",
@@ -19,6 +21,8 @@ app = typer.Typer(
 )
 app.command()(audit)
 app.command()(features)
+app.add_typer(bench)
+app.command()(info)
 
 # Typer gives its usage errors no public name, and their home changed when it took click in.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -71,9 +71,7 @@ class FittedFeatureMap(FeatureMap):
         if not given.is_floating_point():
             raise TypeError(f"{name}: got dtype {given.dtype}; takes a floating one")
         if given.ndim < 2 or given.shape[-1] != self.head_dim or not given.numel():
-            raise ValueError(
-                f"{name}: got shape {tuple(given.shape)}; takes [...,H,D], not empty, D = {self.head_dim}"
-            )
+            raise ValueError(f"{name}: got shape {tuple(given.shape)}; takes [...,H,D], not empty, D = {self.head_dim}")
         if given.shape[-2] % self._sets:
             raise ValueError(f"{name}: got {given.shape[-2]} heads; takes a multiple of heads = {self.heads}")
         if not given.isfinite().all():
@@ -89,10 +87,10 @@ class FittedFeatureMap(FeatureMap):
 class FavorPlusPlus(FittedFeatureMap, RandomFeatureMap, ExponentialFeatureMap):
     """Optimal positive random features (OPRF, FAVOR++): FAVOR+ damped so that every feature is bounded.
 
-    φ(x) = m^-½ (1−4A)^{D/4} exp(A‖ω‖² + √(1−4A) ω·x − ‖x‖²/2), unbiased for every A < 1/8. With u = 1 − 8A
-    the relative variance for independent rows is [((1+u)/2)^D u^{−D/2} exp(‖x+y‖²/u) − 1]/m. ``fit`` takes
-    the A that is best for r = E‖x+y‖²: u = [(D+2r) + √((D+2r)² + 8Dr)] / 2D, so A ≤ 0, and A = 0 (which is
-    FAVOR+) only for r = 0.
+    φ(x) = m^-½ (1−4A)^{D/4} exp(A‖ω‖² + √(1−4A) ω·x − ‖x‖²/2) is unbiased, with a finite variance for A <
+    1/8. With u = 1 − 8A the relative variance for independent rows is [((1+u)/2)^D u^{−D/2} exp(‖x+y‖²/u) −
+    1]/m. ``fit`` takes the A that is best for r = E‖x+y‖²: u = [(D+2r) + √((D+2r)² + 8Dr)] / 2D, so A ≤ 0,
+    and A = 0 (which is FAVOR+) only for r = 0.
 
     Args:
         head_dim: D.
@@ -288,9 +286,7 @@ def per_head(parameter: Tensor, x: Tensor) -> Tensor:
     if sets == 1:
         return parameter[0]
     if x.ndim < 2 or x.shape[-2] % sets:
-        raise ValueError(
-            f"x: got shape {tuple(x.shape)}; takes [...,H,D] with H a multiple of heads = {sets}"
-        )
+        raise ValueError(f"x: got shape {tuple(x.shape)}; takes [...,H,D] with H a multiple of heads = {sets}")
     return parameter.repeat_interleave(x.shape[-2] // sets, dim=0)
 
 

@@ -79,8 +79,7 @@ class Nystrom(FittedFeatureMap):
         pools = torch.cat((by_set(x, self._sets), by_set(y, self._sets)), 1)
         if pools.shape[1] < self.num_features:
             raise ValueError(
-                f"q, k: got {pools.shape[1]} vectors a set of heads; "
-                f"takes at least num_features = {self.num_features}"
+                f"q, k: got {pools.shape[1]} vectors a set of heads; takes at least num_features = {self.num_features}"
             )
         self.landmarks.copy_(torch.stack([_k_means(pool, self.num_features) for pool in pools]))
         landmarks = self.landmarks.double()

@@ -64,14 +64,14 @@ class Hedgehog(FeatureMap):
 class ReBased(FeatureMap):
     """A quadratic kernel of learned, normalised vectors.
 
-    φ(x) = packed monomials of degree 2 of scale^½ (γ∘LN(x) + β), so that κ̂ = (scale · x̂·ŷ)² exactly, where
+    φ(x) = the packed monomials of degree 2 of x̂ = γ∘LN(x) + β, so that κ̂ = (x̂·ŷ)² exactly, where
     LN(x) = (x − mean) / √(variance + eps) over the channels and queries and keys have a γ and β each. γ
     starts at one and β at zero.
 
     Args:
         head_dim: D; the map makes D(D+1)/2 features.
         eps: added to the variance inside LN, ≥ 0.
-        scale: softmax scale, None: D ** -0.5.
+        scale: softmax scale, None: D ** -0.5; LN leaves of it only what eps sees.
 
     Raises:
         ValueError: a negative or non-finite ``eps``.
@@ -107,9 +107,8 @@ class ReBased(FeatureMap):
         query = side == "query"
         gain = (self.query_gain if query else self.key_gain).to(x.dtype)
         shift = (self.query_shift if query else self.key_shift).to(x.dtype)
-        # x comes times √scale, and eps is meant for the vector itself.
-        normal = layer_norm(x, (self.head_dim,), gain, shift, self.eps * self.scale)
-        return self.monomials(normal)[-1] * (math.sqrt(2) * self.scale)
+        normal = layer_norm(x, (self.head_dim,), gain, shift, self.eps)
+        return self.monomials(normal)[-1] * math.sqrt(2)
 
     def extra_repr(self) -> str:
         """The base's settings and eps."""

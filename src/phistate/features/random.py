@@ -58,9 +58,7 @@ class RandomFeatureMap(FeatureMap):
     def _checked(self, name: str, given: Tensor) -> Tensor:
         """One side of a pair whose statistics are asked for, scaled and in float64."""
         if given.shape[-1] != self.head_dim:
-            raise ValueError(
-                f"{name}: got last dimension {given.shape[-1]}; takes head_dim = {self.head_dim}"
-            )
+            raise ValueError(f"{name}: got last dimension {given.shape[-1]}; takes head_dim = {self.head_dim}")
         return given.double() * math.sqrt(self.scale)
 
     @abstractmethod
@@ -134,7 +132,7 @@ class FavorPlus(PositiveRandomFeatures):
 
 
 class Simplex(PositiveRandomFeatures):
-    """FAVOR+ with the rows of a block along a randomly turned simplex, the arrangement of least variance.
+    """FAVOR+ with the rows of a block along a randomly turned simplex: less variance than orthogonal rows.
 
     φ(x) = exp(Ωx − ‖x‖²/2) / √m, with pairwise products −1/(D−1) between the directions of a block of D rows
     and independent chi(D) norms.

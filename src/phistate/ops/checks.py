@@ -80,6 +80,37 @@ def check_side_input(name: str, x: Tensor | None, q: Tensor, shapes: Sequence[tu
         raise ValueError(f"{name}: got device {x.device}; takes {q.device}, where q is")
 
 
+def check_float(name: str, x: Tensor, layout: str, dims: int) -> None:
+    """``x`` is a floating tensor of ``dims`` dimensions, called ``layout`` in the message."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}; takes a torch.Tensor")
+    if x.ndim != dims:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}; takes {layout}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name}: got {x.dtype}; takes float64, float32, bfloat16 or float16")
+
+
+def check_no_gradient(state: Tensor, *inputs: Tensor | None) -> None:
+    """A step in place records no gradient, so none may be asked for."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *inputs)):
+        raise ValueError(
+            "state: got inputs that require a gradient, which a step in place cannot record; "
+            "takes them under torch.no_grad()"
+        )
+
+
+def use_native(backend: str, reasons: Sequence[str]) -> bool:
+    """Whether an op of two paths takes its native kernel, against which ``reasons`` stand.
+
+    Raises:
+        ValueError: an unknown name, or ``"cpu"`` where there are reasons against it.
+    """
+    check_choice("backend", backend, ("auto", "cpu", "torch"))
+    if backend == "cpu" and reasons:
+        raise ValueError(f"backend: got 'cpu', which cannot run this call: {'; '.join(reasons)}")
+    return backend != "torch" and not reasons
+
+
 def sequence_bounds(cu_seqlens: Tensor | None, x: Tensor) -> list[int] | None:
     """The offsets of packed sequences in ``x [1,T,…]`` as a list; None without packing."""
     if cu_seqlens is None:

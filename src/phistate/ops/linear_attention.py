@@ -18,7 +18,6 @@ from phistate.ops.checks import (
     check_side_input,
     sequence_bounds,
 )
-from phistate.ops.log_space import LogSpace, to_log_space
 from phistate.ops.state import State
 
 
@@ -173,33 +172,16 @@ def linear_attention(
     positions = None
     if feature_map is not None and feature_map.positional:
         positions = _positions(q, mask, bounds, initial_state)
-    log_space: LogSpace | None = None
-    s, z = (None, None) if initial_state is None else (initial_state.s, initial_state.z)
+    phi_q, phi_k, log_features = q, k, False
     if feature_map is not None:
         if mask is not None:
             # What stands in a padded step may be anything, NaN too, and must not reach a gradient.
             q, k = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (q, k))
         if isinstance(feature_map, ExponentialFeatureMap) and write == "add":
-            log_space = to_log_space(
-                feature_map,
-                q,
-                k,
-                state_heads=heads,
-                positions=positions,
-                decay=decay,
-                log_scale=None if initial_state is None else initial_state.log_scale,
-                mask=mask,
-                bounds=bounds,
-                causal=causal,
-            )
-            phi_q, phi_k, decay = log_space.q.to(q.dtype), log_space.k.to(q.dtype), log_space.decay
-            if s is not None and log_space.initial is not None:
-                s = s * log_space.initial.unsqueeze(-1)
-                z = None if z is None else z * log_space.initial
+            log_features = True
+            phi_q, phi_k = feature_map.log_query(q, positions), feature_map.log_key(k, positions)
         else:
             phi_q, phi_k = feature_map.query(q, positions), feature_map.key(k, positions)
-    else:
-        phi_q, phi_k = q, k
 
     call = Call(
         q=phi_q,
@@ -212,21 +194,21 @@ def linear_attention(
         scale=D**-0.5 if scale is None else float(scale),
         causal=causal,
         qk_l2norm=qk_l2norm,
-        s=s,
-        z=z,
+        s=None if initial_state is None else initial_state.s,
+        z=None if initial_state is None else initial_state.z,
         mask=mask,
         cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int64),
         form=form,
+        log_features=log_features,
+        log_scale=None if initial_state is None else initial_state.log_scale,
     )
-    o, s, z = choose(call, backend).run(call)
-    if log_space is not None and not normalize:
-        o = (o * log_space.log_norm.exp()).to(o.dtype)
+    o, s, z, log_scale = choose(call, backend).run(call)
     if not return_state:
         return o
     return o, State(
         s=s,
         z=z,
-        log_scale=None if log_space is None else log_space.log_scale,
+        log_scale=log_scale,
         tokens=_tokens(q, mask, bounds, initial_state),
         fingerprint=None if feature_map is None else feature_map.fingerprint,
     )

@@ -13,94 +13,72 @@ cancel in the result, so no gradient passes through them.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from phistate.features.base import ExponentialFeatureMap
+from phistate.ops.backends.base import Call, Result
 
 _EMPTY = float("-inf")
 
 
-@dataclass(frozen=True, eq=False)
-class LogSpace:
-    """The features of one call, relative to their running maximum."""
-
-    q: Tensor
-    """``[B,T,Ho,F]``, at most 1."""
-    k: Tensor
-    """``[B,T,Hs,F]``, at most 1."""
-    decay: Tensor | None
-    """``[B,T,Hs,F]``; None when not causal, where nothing streams."""
-    log_scale: Tensor
-    """``[N,Hs,F]``, C after the last step."""
-    initial: Tensor | None
-    """``[N,Hs,F]``, what the initial sums are to be multiplied by; None when ``decay`` does it."""
-    log_norm: Tensor
-    """``[B,T,Ho,1]``, m: an unnormalised read is to be multiplied by exp(m)."""
-
-
-def to_log_space(
-    phi: ExponentialFeatureMap,
-    q: Tensor,
-    k: Tensor,
-    *,
-    state_heads: int,
-    positions: Tensor | None,
-    decay: Tensor | None,
-    log_scale: Tensor | None,
-    mask: Tensor | None,
-    bounds: list[int] | None,
-    causal: bool,
-) -> LogSpace:
-    """Features of q and k that never overflow, and the vector decay that streams them.
-
-    ``q [B,T,Hq,D]``, ``k [B,T,Hk,D]``, ``decay`` as in the op, ``log_scale [N,Hs,F]`` of the initial state, ``bounds``
-    the packed sequences' offsets.
-    """
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    log_q = phi.log_query(q.to(wide), positions)
-    log_k = phi.log_key(k.to(wide), positions).repeat_interleave(state_heads // k.shape[2], dim=2)
+def by_vector_decay(call: Call, run: Callable[[Call], Result]) -> Result:
+    """Run a call whose q and k are log features as the plain call with a vector decay that it is."""
+    bounds = None if call.cu_seqlens is None else call.cu_seqlens.tolist()
+    heads = call.state_heads
+    log_q = call.q.repeat_interleave(max(heads // call.q.shape[2], 1), dim=2)
+    log_k = call.k.repeat_interleave(heads // call.k.shape[2], dim=2)
     B, T, _, F = log_k.shape
-    N = B if bounds is None else len(bounds) - 1
-    if mask is not None:
-        log_k = log_k.masked_fill(~mask[:, :, None, None], _EMPTY)
+    padded = None if call.mask is None else ~call.mask[:, :, None, None]
+    if padded is not None:
+        log_k = log_k.masked_fill(padded, _EMPTY)
+    decay = call.decay
     if decay is not None:
-        decay = decay.to(wide)
+        decay = decay.to(log_k.dtype)
         decay = decay.expand(B, T, -1) if decay.ndim == 1 else decay
         decay = decay if decay.ndim == 4 else decay.unsqueeze(-1)
-        if mask is not None:
-            decay = decay.masked_fill(~mask[:, :, None, None], 0.0)
-    start = log_k.new_full((N, state_heads, F), _EMPTY) if log_scale is None else log_scale.to(wide)
+        if padded is not None:
+            decay = decay.masked_fill(padded, 0.0)
+    start = log_k.new_full((call.sequences, heads, F), _EMPTY) if call.log_scale is None else call.log_scale
 
     with torch.no_grad():
         before, now, last = _running_maximum(log_k, decay, start, bounds)
-        if not causal:
+        if not call.causal:
             now = _spread(last, T, bounds)
         seen = now != _EMPTY
-        forget = torch.where(before != _EMPTY, before - now.masked_fill(~seen, 0.0), 0.0)
-        now = now.masked_fill(~seen, 0.0)
-
-    k = (log_k - now).exp()
-    groups = max(log_q.shape[2] // state_heads, 1)
-    log_q = log_q.repeat_interleave(max(state_heads // log_q.shape[2], 1), dim=2)
-    reach = (now.masked_fill(~seen, _EMPTY)).repeat_interleave(groups, dim=2)
-    log_q = log_q + reach
+        forget = torch.where((before != _EMPTY) & seen, before - now, 0.0)
+    k = (log_k - now.masked_fill(~seen, 0.0)).exp()
+    log_q = log_q + now.repeat_interleave(log_q.shape[2] // heads, dim=2)
     with torch.no_grad():
         log_norm = log_q.amax(-1, keepdim=True)
         log_norm = log_norm.masked_fill(log_norm == _EMPTY, 0.0)
     q = (log_q - log_norm).exp()
 
-    if not causal:
+    s, z = call.s, call.z
+    if not call.causal and s is not None:
         kept = torch.where(start != _EMPTY, start - last, _EMPTY).exp()
-        return LogSpace(q, k, None, last, kept, log_norm)
+        s, z = s * kept.unsqueeze(-1), None if z is None else z * kept
     if decay is not None:
         # Rounding in the scan must not turn a decay positive; the gradient stays the user's.
         total = decay + ((forget + decay).clamp(max=0.0) - decay).detach()
         forget = torch.where(decay == _EMPTY, decay, total)
-    return LogSpace(q, k, forget, last, None, log_norm)
+    plain = replace(
+        call,
+        q=q.to(call.v.dtype),
+        k=k.to(call.v.dtype),
+        decay=forget if call.causal else None,
+        s=s,
+        z=z,
+        log_features=False,
+        log_scale=None,
+    )
+    o, s, z, _ = run(plain)
+    if not call.normalize:
+        o = (o * log_norm.exp()).to(o.dtype)
+    return Result(o, s, z, last)
 
 
 def _running_maximum(
@@ -115,7 +93,7 @@ def _running_maximum(
             None if decay is None else decay[:, a:b],
             start[n : n + 1],
         )
-        for n, (a, b) in enumerate(itertools.pairwise(bounds))
+        for n, (a, b) in enumerate(pairwise(bounds))
     ]
     if not pieces:
         return log_k, log_k, start

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from phistate.ops.backends.base import Backend, Call
+from phistate.ops.backends.cpu import CpuBackend
 from phistate.ops.backends.torch import TorchBackend
 
-BACKENDS: tuple[Backend, ...] = (TorchBackend(),)
+BACKENDS: tuple[Backend, ...] = (CpuBackend(), TorchBackend())
 
 
 def choose(call: Call, name: str) -> Backend:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ class Call:
     ``q [B,T,Hq,K]``, ``k [B,T,Hk,K]``, ``v [B,T,Hv,V]``; ``decay [Hs] | [B,T,Hs] | [B,T,Hs,K]``; ``beta [B,T,Hs]``;
     initial state ``s [N,Hs,K,V]`` and ``z [N,Hs,K]`` in :attr:`accumulation`, N = B or the number of packed sequences;
     ``mask [B,T]`` bool; ``cu_seqlens [N+1]`` int64 on the CPU.
+
+    With ``log_features`` q and k are the logarithms of the features, float32 (float64 for float64 inputs), the write is
+    additive, and ``log_scale [N,Hs,K]`` is the running maximum that s and z are relative to (None: no history).
     """
 
     q: Tensor
@@ -33,6 +36,8 @@ class Call:
     mask: Tensor | None
     cu_seqlens: Tensor | None
     form: str
+    log_features: bool = False
+    log_scale: Tensor | None = None
 
     @property
     def state_heads(self) -> int:
@@ -50,6 +55,19 @@ class Call:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
 
+class Result(NamedTuple):
+    """What a call gives."""
+
+    o: Tensor
+    """``[B,T,Ho,V]`` in v's dtype."""
+    s: Tensor
+    """``[N,Hs,K,V]``, after the last step."""
+    z: Tensor | None
+    """``[N,Hs,K]``; None unless normalised."""
+    log_scale: Tensor | None = None
+    """``[N,Hs,K]``; None unless the features came as logarithms."""
+
+
 class Backend(Protocol):
     """Runs calls of :func:`phistate.linear_attention`."""
 
@@ -59,6 +77,6 @@ class Backend(Protocol):
         """Why this backend cannot run ``call``; empty when it can."""
         ...
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The output ``[B,T,Ho,V]`` and the final s ``[N,Hs,K,V]`` and z ``[N,Hs,K]`` (None unless normalised)."""
+    def run(self, call: Call) -> Result:
+        """Compute a call that there are no reasons against."""
         ...

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from phistate.ops import reference
-from phistate.ops.backends.base import Call
+from phistate.ops.backends.base import Call, Result
+from phistate.ops.log_space import by_vector_decay
 
 # Below this many steps a loop over time costs less than setting up a chunk.
 _FEW_STEPS = 4
@@ -23,8 +24,10 @@ class TorchBackend:
         """The reference runs everything."""
         return []
 
-    def run(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    def run(self, call: Call) -> Result:
         """See :class:`~phistate.ops.backends.base.Backend`."""
+        if call.log_features:
+            return by_vector_decay(call, self.run)
         q, k, v, decay, beta = _prepare(call)
         T = k.shape[2]
         S = _initial(call, k, v)
@@ -53,7 +56,7 @@ class TorchBackend:
         else:
             o = o * call.scale
         o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
-        return o.to(call.q.dtype), S, z
+        return Result(o.to(call.v.dtype), S, z)
 
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:

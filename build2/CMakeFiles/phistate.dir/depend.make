@@ -1,0 +1,2 @@
+# Empty dependencies file for phistate.
+# This may be replaced when dependencies are built.

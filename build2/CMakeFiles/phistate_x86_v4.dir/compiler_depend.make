@@ -1,0 +1,2 @@
+# Empty compiler generated dependencies file for phistate_x86_v4.
+# This may be replaced when dependencies are built.

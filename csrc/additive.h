@@ -1,0 +1,145 @@
+// What the kernels of the additive family share: which heads and tokens a unit of work holds, reading them in
+// chunks, and states between the caller's dense arrays and padded panels.
+#pragma once
+
+#include "pack.h"
+#include "parallel.h"
+#include "runtime.h"
+
+namespace PHISTATE_NS {
+
+// Tokens [begin, end) of one sequence, in row `batch` of the tensors.
+struct Span {
+    int64_t batch, begin, end;
+};
+
+inline Span span_of(const phistate_additive& call, int64_t sequence) {
+    if (call.cu_seqlens) return {0, call.cu_seqlens[sequence], call.cu_seqlens[sequence + 1]};
+    return {sequence, 0, call.time};
+}
+
+// Head counts divide each other in whole groups: a head of the larger uses head / (larger / smaller).
+struct Heads {
+    int64_t q, k, v, s, o;
+    explicit Heads(const phistate_additive& call)
+        : q(call.heads_q), k(call.heads_k), v(call.heads_v), s(call.heads_s), o(most(call.heads_q, call.heads_s)) {}
+    int64_t key(int64_t state) const { return state / (s / k); }
+    int64_t value(int64_t state) const { return state / (s / v); }
+    int64_t query(int64_t output) const { return output / (o / q); }
+    int64_t readers() const { return o / s; }  // output heads that read one state
+};
+
+template <class T>
+PHISTATE_INLINE T* at(const phistate_view& view, int64_t batch, int64_t time, int64_t head) {
+    return static_cast<T*>(view.data) + batch * view.batch + time * view.time + head * view.head;
+}
+
+inline float scalar(const phistate_view& view, int64_t batch, int64_t time, int64_t head) {
+    if (view.dtype == PHISTATE_BF16) return get(*at<bf16>(view, batch, time, head));
+    if (view.dtype == PHISTATE_F16) return get(*at<f16>(view, batch, time, head));
+    return *at<float>(view, batch, time, head);
+}
+
+inline void pack(const phistate_view& view, int64_t batch, int64_t time, int64_t head, int64_t rows, int64_t first, int64_t n,
+                 const float* gain, const uint8_t* live, float* panel, ptrdiff_t ld, int64_t padded_rows) {
+    if (view.dtype == PHISTATE_BF16)
+        pack_rows(at<bf16>(view, batch, time, head) + first, view.time, rows, n, gain, live, panel, ld, padded_rows);
+    else if (view.dtype == PHISTATE_F16)
+        pack_rows(at<f16>(view, batch, time, head) + first, view.time, rows, n, gain, live, panel, ld, padded_rows);
+    else
+        pack_rows(at<float>(view, batch, time, head) + first, view.time, rows, n, gain, live, panel, ld, padded_rows);
+}
+
+inline void unpack(const float* panel, ptrdiff_t ld, int64_t rows, int64_t n, const phistate_view& view, int64_t batch, int64_t time,
+                   int64_t head, int64_t first, bool add = false) {
+    if (view.dtype == PHISTATE_BF16)
+        unpack_rows(panel, ld, rows, n, at<bf16>(view, batch, time, head) + first, view.time, add);
+    else if (view.dtype == PHISTATE_F16)
+        unpack_rows(panel, ld, rows, n, at<f16>(view, batch, time, head) + first, view.time, add);
+    else
+        unpack_rows(panel, ld, rows, n, at<float>(view, batch, time, head) + first, view.time, add);
+}
+
+// Before a dense output [batch, time, heads, n] is written.
+inline void expect_writes(const phistate_additive& call, const phistate_view& view, int64_t heads, int64_t n) {
+    const int64_t size = view.dtype == PHISTATE_F32 ? 4 : 2;
+    if (view.time == heads * n) phistate::expect_writes(view.data, call.batch * call.time * heads * n * size);
+}
+
+// Marks rows of an operand for prefetching.
+inline void foresee(Ahead& ahead, const phistate_view& view, int64_t batch, int64_t time, int64_t head, int64_t rows, int64_t first, int64_t n) {
+    const int64_t size = view.dtype == PHISTATE_F32 ? 4 : 2;
+    const char* data = static_cast<const char*>(view.data) + (batch * view.batch + time * view.time + head * view.head + first) * size;
+    ahead.add(data, view.time * size, rows, n * size);
+}
+
+// A dense [key_dim, value_dim] state's columns [first, first + n) to and from a panel whose pads stay zero.
+inline void load_state(const float* state, int64_t key_dim, int64_t value_dim, int64_t first, int64_t n, float* panel, ptrdiff_t ld,
+                       int64_t padded_rows) {
+    if (state)
+        pack_rows(state + first, value_dim, key_dim, n, nullptr, nullptr, panel, ld, padded_rows);
+    else
+        memset(panel, 0, padded_rows * ld * sizeof(float));
+}
+
+// Where the state at token `time` of a sequence is kept: time − begin a multiple of PHISTATE_SEGMENT, not zero.
+// Sequences of one row take slots from begin / SEGMENT on; as ⌊a⌋ + ⌊b⌋ ≤ ⌊a + b⌋ they never meet.
+inline float* checkpoint(const phistate_additive& call, const Span& span, int64_t time, int64_t head) {
+    const int64_t slots = call.time / PHISTATE_SEGMENT, slot = span.begin / PHISTATE_SEGMENT + (time - span.begin) / PHISTATE_SEGMENT - 1;
+    const int64_t size = call.key_dim * (call.value_dim + (call.normalize ? 1 : 0));
+    return call.checkpoints + ((span.batch * call.heads_s + head) * slots + slot) * size;
+}
+
+// The per-token scalars of one chunk.
+template <int Max>
+struct Tokens {
+    float rate[Max];   // exp(decay), 1 without; only for decay per head or per token
+    float beta[Max];   // 0 for padding
+    uint8_t live[Max];
+    const uint8_t* mask;  // live, or null when all are
+    bool beta_given;
+
+    // Reads rows tokens from `time` on; the rest up to Max write nothing and forget nothing.
+    void read(const phistate_additive& call, const Span& span, int64_t time, int64_t rows, int64_t state_head) {
+        mask = nullptr;
+        if (call.mask) {
+            const uint8_t* from = call.mask + span.batch * call.mask_batch;
+            for (int64_t r = 0; r < rows; ++r) {
+                live[r] = from[(time + r) * call.mask_time] != 0;
+                if (!live[r]) mask = live;
+            }
+        }
+        beta_given = call.beta.data != nullptr;
+        const bool decays = call.decay_kind == PHISTATE_DECAY_HEAD || call.decay_kind == PHISTATE_DECAY_SCALAR;
+        for (int64_t r = 0; r < Max; ++r) {
+            const bool token = r < rows && !(mask && !live[r]);
+            beta[r] = !token ? 0.0f : beta_given ? scalar(call.beta, span.batch, time + r, state_head) : 1.0f;
+            rate[r] = token && decays ? scalar(call.decay, span.batch, time + r, state_head) : 0.0f;
+        }
+        if (decays)
+            for (int64_t r = 0; r < Max; r += L) store(rate + r, exp(load(rate + r)));
+        else
+            for (int64_t r = 0; r < Max; ++r) rate[r] = 1.0f;
+    }
+};
+
+// between[t][j] = Π rate over j < i ≤ t for j ≤ t, else 0; since[t] = Π rate over i ≤ t. Products of factors ≤ 1:
+// no difference of cumulative sums is taken, so a reset of −inf or −1e37 is exact and nothing overflows.
+template <int Max>
+inline void relative_decay(const float* rate, int64_t rows, float* between, float* since) {
+    float product = 1.0f;
+    F running[Max / L];
+    for (int v = 0; v < Max / L; ++v) running[v] = zero();
+    for (int64_t t = 0; t < rows; ++t) {
+        product *= rate[t];
+        since[t] = product;
+        const F factor = splat(rate[t]);
+        float* row = between + t * Max;
+        for (int v = 0; v < Max / L; ++v) store(row + v * L, running[v] *= factor);
+        row[t] = 1.0f;
+        const int v = static_cast<int>(t / L);
+        running[v] = load(row + v * L);
+    }
+}
+
+}  // namespace PHISTATE_NS

@@ -1,0 +1,408 @@
+// Backward pass of the additive family. States are kept by forward every PHISTATE_SEGMENT tokens; a segment's
+// states are computed again chunk by chunk, then the chunks are walked backwards. With the names of the forward
+// pass, Vb = βV, dS the gradient of the state after the chunk, and everything ⊙ its decay:
+//   dA = dO Vbᵀ          dQ = dO Sᵀ + dA K        dK = Vb dSᵀ + dAᵀ Q
+//   dVb = K dS + Aᵀ dO   dS ← D dS + Qᵀ dO
+// States are held transposed, [value, key], so that all but dVb come out by rows. A normalised output is the
+// quotient of two columns: V gets a column of ones, dO the gradient of the denominator beside that of the rest.
+//
+// The gradient of a decay is the sum of all that passes through it: pairs of a later query and an earlier key,
+// later queries that read the state before the chunk, earlier keys that reach the state after it, and what of the
+// one state reaches the other. Each is summed from the side where nothing else enters, so that no two large sums
+// cancel: gradients of strong decays come out small, not as rounding errors, and errors do not grow with T.
+#include "additive.h"
+#include "vector_decay.h"
+
+namespace PHISTATE_NS {
+namespace {
+
+constexpr int C = 32;
+static_assert(PHISTATE_SEGMENT % C == 0);
+
+int64_t gcd(int64_t a, int64_t b) { return b ? gcd(b, a % b) : a; }
+int64_t lcm(int64_t a, int64_t b) { return a / gcd(a, b) * b; }
+
+// States whose gradients meet in one q, k or v head are one unit's work.
+int64_t sharing(const Heads& heads) {
+    return lcm(lcm(heads.o / heads.q, heads.o / heads.k), lcm(heads.o / heads.v, heads.readers())) / heads.readers();
+}
+
+struct Unit {
+    const phistate_additive& call;
+    const Heads heads;
+    const int64_t sequence, key_dim, value_dim, wide, kp, vp;  // wide: value_dim and the normaliser's column
+    const Span span;
+    phistate::Scratch scratch;
+    float *k, *kt, *v, *vt, *raw, *q, *d_o, *scores, *between, *rate, *states, *ds, *dq, *dk, *dvt, *dv, *d_decay;
+    float since[C], until[C], d_beta[C];
+    Tokens<C> tokens;
+    VectorDecay<C> decayed;
+
+    Unit(const phistate_additive& call, int64_t sequence)
+        : call(call), heads(call), sequence(sequence), key_dim(call.key_dim), value_dim(call.value_dim),
+          wide(call.value_dim + (call.normalize ? 1 : 0)), kp(round_up(key_dim, L)), vp(round_up(wide, L)), span(span_of(call, sequence)),
+          decayed(scratch, vector() ? kp : 0) {
+        k = scratch.floats(C * kp);
+        kt = scratch.floats(C * kp);
+        q = scratch.floats(C * kp);
+        dq = scratch.floats(C * kp);
+        dk = scratch.floats(C * kp);
+        d_decay = scratch.floats(vector() ? C * kp : C);
+        v = scratch.floats(C * vp);
+        vt = scratch.floats(C * vp);
+        raw = scratch.floats(C * vp);
+        d_o = scratch.floats(C * vp);
+        dv = scratch.floats(C * vp);
+        dvt = scratch.zeros(C * vp);  // its rows past `wide` stay zero
+        scores = scratch.floats(C * C);
+        between = scratch.floats(2 * C * C);
+        ds = scratch.floats(vp * kp);
+        rate = vector() ? scratch.floats(C * kp) : nullptr;
+        states = scratch.zeros((call.causal ? PHISTATE_SEGMENT / C : 1) * vp * kp);
+    }
+
+    bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
+    bool decays() const { return call.decay_kind != PHISTATE_DECAY_NONE; }
+    bool scalar_decay() const { return decays() && !vector(); }
+
+    // A dense state and normaliser to a transposed panel, and back.
+    void transpose_in(const float* s, const float* z, float* panel) {
+        memset(panel, 0, vp * kp * sizeof(float));
+        for (int64_t i = 0; s && i < key_dim; ++i)
+            for (int64_t j = 0; j < value_dim; ++j) panel[j * kp + i] = s[i * value_dim + j];
+        if (z && call.normalize) memcpy(panel + value_dim * kp, z, key_dim * sizeof(float));
+    }
+    void transpose_out(const float* panel, float* s, float* z) const {
+        for (int64_t i = 0; s && i < key_dim; ++i)
+            for (int64_t j = 0; j < value_dim; ++j) s[i * value_dim + j] = panel[j * kp + i];
+        if (z && call.normalize) memcpy(z, panel + value_dim * kp, key_dim * sizeof(float));
+    }
+
+    // Values, and with the normaliser's column, weighted by β or not.
+    void values(int64_t time, int64_t rows, int64_t head, const float* gain, float* panel) {
+        if (wide > value_dim)
+            for (int64_t r = 0; r < C; ++r) store(panel + r * vp + vp - L, zero());
+        pack(call.v, span.batch, time, heads.value(head), rows, 0, value_dim, gain, tokens.mask, panel, vp, C);
+        if (wide > value_dim)
+            for (int64_t r = 0; r < rows; ++r) panel[r * vp + value_dim] = gain ? gain[r] : 1.0f;
+    }
+
+    void read(int64_t time, int64_t rows, int64_t head) {
+        tokens.read(call, span, time, rows, head);
+        pack(call.k, span.batch, time, heads.key(head), rows, 0, key_dim, nullptr, tokens.mask, k, kp, C);
+        values(time, rows, head, tokens.beta, v);
+        if (vector()) {
+            pack(call.decay, span.batch, time, head, rows, 0, key_dim, nullptr, tokens.mask, rate, kp, C);
+            for (int64_t i = 0; i < C * kp; i += L) store(rate + i, exp(load(rate + i)));
+            decayed.keys(k, rate);
+        } else if (decays()) {
+            relative_decay<C>(tokens.rate, C, between, since);
+            memcpy(until, between + (C - 1) * C, sizeof until);
+        }
+    }
+
+    // next = state after the chunk read, from the one before.
+    void advance(int64_t rows, const float* state, float* next) {
+        const float *keys = k, *keep = &kOne, *from = state;
+        if (vector()) {
+            scale_rows(next, state, kp, vp, kp, decayed.whole());
+            keys = decayed.keys_until_end();
+            from = next;
+        } else if (decays()) {
+            keep = since + C - 1;
+            for (int64_t j = 0; j < rows; ++j) scale(k + j * kp, kp, until[j]);
+        }
+        product<float>(wide, kp / L, rows, {v, 1, vp}, {keys, kp}, {next, kp, keep, 0, nullptr, from});
+    }
+
+    static void scale(float* x, int64_t n, float factor) {
+        const F f = splat(factor);
+        for (int64_t c = 0; c < n; c += L) store(x + c, load(x + c) * f);
+    }
+
+    // One query head's rows: the query scaled, and the gradient of what it read.
+    void reader(int64_t time, int64_t rows, int64_t output) {
+        const float factor = call.normalize ? 1.0f : static_cast<float>(call.scale);
+        pack(call.q, span.batch, time, heads.query(output), rows, 0, key_dim, nullptr, tokens.mask, q, kp, C);
+        scale(q, C * kp, factor);
+        if (wide > value_dim)
+            for (int64_t r = 0; r < C; ++r) store(d_o + r * vp + vp - L, zero());
+        pack(call.d_o, span.batch, time, output, rows, 0, value_dim, nullptr, tokens.mask, d_o, vp, C);
+        if (!call.normalize) return;
+        // o = n/d: dn = do/d and dd = −(do·o)/d. A zero denominator gave a zero row, and gives no gradient.
+        pack(call.o, span.batch, time, output, rows, 0, value_dim, nullptr, tokens.mask, dv, vp, C);
+        for (int64_t r = 0; r < rows; ++r) {
+            const float d = call.denominators[(span.batch * call.time + time + r) * heads.o + output];
+            const float inverse = d == 0.0f ? 0.0f : 1.0f / d;
+            float* row = d_o + r * vp;
+            F dot = zero();
+            for (int64_t c = 0; c < value_dim; c += L) {
+                const int n = static_cast<int>(least<int64_t>(L, value_dim - c));
+                dot = fma(load(row + c, n), load(dv + r * vp + c, n), dot);
+            }
+            scale(row, vp, inverse);
+            row[value_dim] = -sum(dot) * inverse;
+        }
+    }
+
+    // triangle[t][j] ⊙= between, zero above the diagonal.
+    void decay_triangle(float* triangle, int64_t rows) const {
+        for (int64_t t = 0; t < rows; ++t)
+            for (int64_t c = 0; c < C; c += L) {
+                float* x = triangle + t * C + c;
+                const int64_t keep = t + 1 - c;
+                if (keep <= 0)
+                    store(x, zero());
+                else if (scalar_decay())
+                    store(x, load(x) * load(between + t * C + c));
+                else if (keep < L)
+                    store(x, load(x, static_cast<int>(keep)));
+            }
+    }
+
+    // What passes from the state before the chunk to the one after it.
+    void carry(const float* before) {
+        F total = zero();
+        for (int64_t c = 0; c < kp; c += L) {
+            F sums[4] = {};  // enough at once to hide an addition's latency
+            for (int64_t j = 0; j < vp; j += 4)
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < 4; ++i) sums[i] = fma(load(before + (j + i) * kp + c), load(ds + (j + i) * kp + c), sums[i]);
+            F x = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            total += x;
+            if (vector()) {
+                x *= load(decayed.whole() + c);
+                for (int64_t t = 0; t < C; ++t) store(d_decay + t * kp + c, x);
+            }
+        }
+        if (!vector())
+            for (int64_t t = 0; t < C; ++t) d_decay[t] = sum(total) * since[C - 1];
+    }
+
+    // What queries x read from before the chunk passed every decay up to them.
+    void passed_before(const float* x, const float* dx) {
+        if (vector()) return sum_from_end(x, dx, kp, C, kp, d_decay);
+        float total = 0.0f;
+        for (int64_t t = C - 1; t >= 0; --t) d_decay[t] += total += dot(x + t * kp, dx + t * kp);
+    }
+    // What keys x gave to after the chunk passes every decay past them.
+    void passed_after(const float* x, const float* dx) {
+        if (vector()) return sum_from_start(x, dx, kp, C, kp, d_decay);
+        float total = 0.0f;
+        for (int64_t t = 0; t < C; ++t) {
+            d_decay[t] += total;
+            total += dot(x + t * kp, dx + t * kp);
+        }
+    }
+    float dot(const float* x, const float* y) const {
+        F total = zero();
+        for (int64_t c = 0; c < kp; c += L) total = fma(load(x + c), load(y + c), total);
+        return sum(total);
+    }
+    // Pairs inside the chunk: d_decay[t] += Σ_{i≥t} Σ_{j<t} d_scores[i][j]·scores[i][j], one of the two decayed.
+    void passed_inside(const float* d_scores, int64_t rows) {
+        float sums[C] = {};
+        for (int64_t t = rows - 1; t > 0; --t) {
+            F total = zero();
+            for (int64_t c = 0; c < t; c += L) {
+                const F x = fma(load(d_scores + t * C + c), load(scores + t * C + c), load(sums + c));
+                store(sums + c, x);
+                total += load(sums + c, static_cast<int>(least<int64_t>(L, t - c)));
+            }
+            d_decay[t] += sum(total);
+        }
+    }
+
+    // One chunk backwards: `before` the state it began with; ds the gradient of the one it ended with, which
+    // becomes that of the former. Returns the sum of its decays' gradients.
+    float chunk(int64_t time, int64_t rows, int64_t head, const float* before) {
+        read(time, rows, head);
+        transpose_panel(v, vp, C, vp, vt, C);
+        const bool wants_decay = decays() && call.d_decay.data;
+        if (wants_decay) carry(before);
+        // Through the state after the chunk.
+        const float* keys = vector() ? decayed.keys_until_end() : k;
+        transpose_panel(keys, kp, C, kp, kt, C);
+        product<float>(C, kp / L, wide, {v, vp, 1}, {ds, kp}, {dk, kp, nullptr, 0, scalar_decay() ? until : nullptr});
+        if (wants_decay) passed_after(keys, dk);
+        product<float>(wide, C / L, key_dim, {ds, kp, 1}, {kt, C}, {dvt, C});
+        if (scalar_decay())
+            for (int64_t i = 0; i < wide * C; i += L) store(dvt + i, load(dvt + i) * load(until + i % C));
+        if (vector()) scale_rows(ds, ds, kp, vp, kp, decayed.whole());
+        for (int64_t i = 0; i < heads.readers(); ++i) answer(time, rows, head, i, before, wants_decay);
+        unpack(dk, kp, rows, key_dim, call.d_k, span.batch, time, heads.key(head), 0, head % (heads.s / heads.k) != 0);
+        value_gradient(time, rows, head);
+        return wants_decay ? decay_gradient(time, rows, head) : 0.0f;
+    }
+
+    // What one query head read; dk, dvt and ds gather over the readers of a state.
+    void answer(int64_t time, int64_t rows, int64_t head, int64_t index, const float* before, bool wants_decay) {
+        const int64_t output = head * heads.readers() + index;
+        const float* queries = q;
+        float* d_scores = between + C * C;
+        reader(time, rows, output);
+        memset(d_scores, 0, C * C * sizeof(float));
+        product<float>(rows, C / L, wide, {d_o, vp, 1}, {vt, C}, {d_scores, C}, Part::LowerOut);
+        decay_triangle(d_scores, rows);
+        product<float>(C, kp / L, wide, {d_o, vp, 1}, {before, kp}, {dq, kp, nullptr, 0, scalar_decay() ? since : nullptr});
+        if (vector()) {
+            decayed.queries(q);
+            decayed.scores(scores);
+            queries = decayed.queries_since_start();
+            if (wants_decay) passed_before(queries, dq);
+            // The first reader turns dk from the scaled keys' gradient into the keys'; the others add to it.
+            phistate::Scratch once;
+            float* dk_part = index > 0 ? once.zeros(C * kp) : dk;
+            decayed.gradients(d_scores, dq, dk_part, wants_decay ? d_decay : nullptr);
+            for (int64_t i = 0; index > 0 && i < C * kp; i += L) store(dk + i, load(dk + i) + load(dk_part + i));
+        } else {
+            if (wants_decay) passed_before(q, dq);
+            memset(scores, 0, C * C * sizeof(float));
+            product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {scores, C}, Part::LowerOut);
+            if (wants_decay) passed_inside(d_scores, rows);
+            decay_triangle(scores, rows);
+            product<float>(rows, kp / L, rows, {d_scores, C, 1}, {k, kp}, {dq, kp, &kOne}, Part::LowerIn);
+            product<float>(rows, kp / L, rows, {d_scores, 1, C}, {q, kp}, {dk, kp, &kOne}, Part::UpperIn);
+        }
+        product<float>(wide, C / L, rows, {d_o, 1, vp}, {scores, C}, {dvt, C, &kOne});
+        query_gradient(time, rows, output);
+        if (scalar_decay())
+            for (int64_t t = 0; t < rows; ++t) scale(q + t * kp, kp, since[t]);
+        const float* keep = scalar_decay() && index == 0 ? since + C - 1 : &kOne;
+        product<float>(wide, kp / L, rows, {d_o, 1, vp}, {queries, kp}, {ds, kp, keep});
+    }
+
+    void query_gradient(int64_t time, int64_t rows, int64_t output) {
+        scale(dq, C * kp, call.normalize ? 1.0f : static_cast<float>(call.scale));
+        unpack(dq, kp, rows, key_dim, call.d_q, span.batch, time, heads.query(output), 0, output % (heads.o / heads.q) != 0);
+    }
+
+    // From dvt, the gradient of βV: those of V and β.
+    void value_gradient(int64_t time, int64_t rows, int64_t head) {
+        transpose_panel(dvt, C, vp, C, dv, vp);
+        if (call.d_beta.data) beta_gradient(time, rows, head);
+        for (int64_t r = 0; r < rows; ++r) scale(dv + r * vp, vp, tokens.beta[r]);
+        unpack(dv, vp, rows, value_dim, call.d_v, span.batch, time, heads.value(head), 0, head % (heads.s / heads.v) != 0);
+    }
+
+    void beta_gradient(int64_t time, int64_t rows, int64_t head) {
+        values(time, rows, head, nullptr, raw);
+        for (int64_t r = 0; r < rows; ++r) {
+            F dot = zero();
+            for (int64_t c = 0; c < vp; c += L) dot = fma(load(raw + r * vp + c), load(dv + r * vp + c), dot);
+            d_beta[r] = tokens.mask && !tokens.live[r] ? 0.0f : sum(dot);
+        }
+        put_scalars(call.d_beta, time, rows, head, d_beta);
+    }
+
+    void put_scalars(const phistate_view& view, int64_t time, int64_t rows, int64_t head, const float* values) const {
+        for (int64_t r = 0; r < rows; ++r) {
+            if (view.dtype == PHISTATE_BF16)
+                put(at<bf16>(view, span.batch, time + r, head), values[r]);
+            else if (view.dtype == PHISTATE_F16)
+                put(at<f16>(view, span.batch, time + r, head), values[r]);
+            else
+                *at<float>(view, span.batch, time + r, head) = values[r];
+        }
+    }
+
+    // Writes d_decay, nothing for padding. Where a rate is 0 nothing passed, whatever rounding left.
+    float decay_gradient(int64_t time, int64_t rows, int64_t head) {
+        float total = 0.0f;
+        for (int64_t t = 0; t < rows; ++t) {
+            const bool padding = tokens.mask && !tokens.live[t];
+            if (!vector()) {
+                if (padding || tokens.rate[t] == 0.0f) d_decay[t] = 0.0f;
+                total += d_decay[t];
+                continue;
+            }
+            for (int64_t c = t * kp; c < (t + 1) * kp; c += L) {
+                store(d_decay + c, padding ? zero() : where_positive(load(rate + c), load(d_decay + c)));
+            }
+        }
+        if (vector())
+            unpack(d_decay, kp, rows, key_dim, call.d_decay, span.batch, time, head, 0);
+        else if (call.decay_kind == PHISTATE_DECAY_SCALAR)
+            put_scalars(call.d_decay, time, rows, head, d_decay);
+        return total;
+    }
+
+    void causal(int64_t head) {
+        const int64_t length = span.end - span.begin, i = sequence * heads.s + head, size = vp * kp;
+        transpose_in(call.d_s ? call.d_s + i * key_dim * value_dim : nullptr, call.d_z ? call.d_z + i * key_dim : nullptr, ds);
+        double decay_total = 0.0;
+        for (int64_t start = (most<int64_t>(length, 1) - 1) / PHISTATE_SEGMENT * PHISTATE_SEGMENT; start >= 0; start -= PHISTATE_SEGMENT) {
+            if (start > 0) {
+                const float* kept = checkpoint(call, span, span.begin + start, head);
+                transpose_in(kept, kept + key_dim * value_dim, states);
+            } else {
+                transpose_in(call.s0 ? call.s0 + i * key_dim * value_dim : nullptr, call.z0 ? call.z0 + i * key_dim : nullptr, states);
+            }
+            const int64_t stop = least<int64_t>(length, start + PHISTATE_SEGMENT), chunks = (stop - start + C - 1) / C;
+            for (int64_t c = 0; c + 1 < chunks; ++c) {
+                const int64_t time = span.begin + start + c * C, rows = least<int64_t>(C, span.begin + stop - time);
+                read(time, rows, head);
+                advance(rows, states + c * size, states + (c + 1) * size);
+            }
+            for (int64_t c = chunks - 1; c >= 0; --c) {
+                const int64_t time = span.begin + start + c * C, rows = least<int64_t>(C, span.begin + stop - time);
+                decay_total += chunk(time, rows, head, states + c * size);
+            }
+        }
+        if (call.decay_kind == PHISTATE_DECAY_HEAD && call.d_decay.data)
+            static_cast<float*>(call.d_decay.data)[i] = static_cast<float>(decay_total);
+        transpose_out(ds, call.d_s0 ? call.d_s0 + i * key_dim * value_dim : nullptr, call.d_z0 ? call.d_z0 + i * key_dim : nullptr);
+    }
+
+    // Every query read the final state: dS gathers over all tokens before any key or value hears of it.
+    void not_causal(int64_t head) {
+        const int64_t i = sequence * heads.s + head;
+        transpose_in(call.d_s ? call.d_s + i * key_dim * value_dim : nullptr, call.d_z ? call.d_z + i * key_dim : nullptr, ds);
+        transpose_in(call.s + i * key_dim * value_dim, call.z ? call.z + i * key_dim : nullptr, states);
+        for (int64_t time = span.begin; time < span.end; time += C) {
+            const int64_t rows = least<int64_t>(C, span.end - time);
+            tokens.read(call, span, time, rows, head);
+            for (int64_t r = 0; r < heads.readers(); ++r) {
+                const int64_t output = head * heads.readers() + r;
+                reader(time, rows, output);
+                product<float>(rows, kp / L, wide, {d_o, vp, 1}, {states, kp}, {dq, kp});
+                query_gradient(time, rows, output);
+                product<float>(wide, kp / L, rows, {d_o, 1, vp}, {q, kp}, {ds, kp, &kOne});
+            }
+        }
+        for (int64_t time = span.begin; time < span.end; time += C) {
+            const int64_t rows = least<int64_t>(C, span.end - time);
+            read(time, rows, head);
+            transpose_panel(k, kp, C, kp, kt, C);
+            product<float>(rows, kp / L, wide, {v, vp, 1}, {ds, kp}, {dk, kp});
+            product<float>(wide, C / L, key_dim, {ds, kp, 1}, {kt, C}, {dvt, C});
+            unpack(dk, kp, rows, key_dim, call.d_k, span.batch, time, heads.key(head), 0, head % (heads.s / heads.k) != 0);
+            value_gradient(time, rows, head);
+        }
+        transpose_out(ds, call.d_s0 ? call.d_s0 + i * key_dim * value_dim : nullptr, call.d_z0 ? call.d_z0 + i * key_dim : nullptr);
+    }
+};
+
+}  // namespace
+
+int additive_backward(const phistate_additive& call) {
+    const Heads heads(call);
+    expect_writes(call, call.d_q, heads.q, call.key_dim);
+    expect_writes(call, call.d_k, heads.k, call.key_dim);
+    expect_writes(call, call.d_v, heads.v, call.value_dim);
+    if (call.decay_kind == PHISTATE_DECAY_VECTOR) expect_writes(call, call.d_decay, heads.s, call.key_dim);
+    const int64_t group = sharing(heads), groups = heads.s / group;
+    parallel(call.sequences * groups, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            Unit unit(call, i / groups);
+            for (int64_t head = i % groups * group; head < (i % groups + 1) * group; ++head)
+                if (call.causal)
+                    unit.causal(head);
+                else
+                    unit.not_causal(head);
+        }
+    });
+    return 0;
+}
+
+}  // namespace PHISTATE_NS

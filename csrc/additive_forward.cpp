@@ -1,0 +1,271 @@
+// Forward pass of the additive family. Per chunk of C tokens, with S the state before it (DESIGN: one equation):
+//   A = (Q Kᵀ) ⊙ D on and below the diagonal, D[t][j] the decay from j to t
+//   O = scale·(D[t][start] ⊙ Q S + A (βV))
+//   S ← D[end][start] ⊙ S + (D[end][j] ⊙ K)ᵀ (βV)
+// The normaliser is the same with a column of ones for V, done by dot products beside.
+#include "additive.h"
+#include "additive_step.h"
+#include "running_maximum.h"
+#include "vector_decay.h"
+
+namespace PHISTATE_NS {
+namespace {
+
+constexpr int C = 32;
+
+// Neighbouring heads of a token lie in one page of memory, tokens do not: a unit takes a few heads through the
+// sequence together, as many as keep their states in the nearer half of a usual L2.
+constexpr int64_t kStateBytes = 256 << 10;
+
+// Some neighbouring heads of one sequence, value columns [first, first + width).
+struct Unit {
+    const phistate_additive& call;
+    const Heads heads;
+    const int64_t sequence, head_begin, head_end, first, width;
+    const int64_t key_dim, kp, vp;  // kp, vp: padded
+    const Span span;
+    phistate::Scratch scratch;
+    float *k, *kt, *v, *q, *out, *scores, *between, *states, *normalisers, *reaches, *s, *z, *reach, *rate;
+    VectorDecay<C> decayed;
+    RunningMaximum<C> running;
+    float since[C], write[C], denominators[C];
+    Tokens<C> tokens;
+    Ahead ahead;
+
+    Unit(const phistate_additive& call, int64_t sequence, int64_t head_begin, int64_t head_end, int64_t first, int64_t width)
+        : call(call), heads(call), sequence(sequence), head_begin(head_begin), head_end(head_end), first(first), width(width),
+          key_dim(call.key_dim), kp(round_up(call.key_dim, L)), vp(round_up(width, L)), span(span_of(call, sequence)),
+          decayed(scratch, may_be_vector() ? kp : 0), running(scratch, call.key_dim, logs() ? kp : 0) {
+        k = scratch.floats(C * kp);
+        kt = scratch.floats(C * kp);
+        q = scratch.floats(C * kp);
+        v = scratch.floats(C * vp);
+        out = scratch.floats(C * vp);
+        scores = scratch.floats(C * C);
+        between = scratch.floats(C * C);
+        states = scratch.floats((head_end - head_begin) * kp * vp);
+        normalisers = scratch.floats((head_end - head_begin) * kp);
+        reaches = scratch.floats(logs() ? (head_end - head_begin) * kp : 0);
+        rate = scratch.floats(may_be_vector() ? C * kp : 0);
+    }
+
+    bool logs() const { return call.log_features; }
+    bool may_be_vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR || logs(); }
+    // Of the chunk at hand: log features have a decay where a maximum rises too far for one reference.
+    bool vector() const { return logs() ? !running.steady : call.decay_kind == PHISTATE_DECAY_VECTOR; }
+    bool decays() const { return vector() || call.decay_kind != PHISTATE_DECAY_NONE; }
+
+    void choose(int64_t head) {
+        s = states + (head - head_begin) * kp * vp;
+        z = normalisers + (head - head_begin) * kp;
+        reach = reaches + (logs() ? (head - head_begin) * kp : 0);
+    }
+
+    void begin(int64_t head) {
+        choose(head);
+        const int64_t i = sequence * heads.s + head;
+        load_state(call.s0 ? call.s0 + i * key_dim * call.value_dim : nullptr, key_dim, call.value_dim, first, width, s, vp, kp);
+        if (call.normalize) load_state(call.z0 ? call.z0 + i * key_dim : nullptr, 1, key_dim, 0, key_dim, z, kp, 1);
+        if (!logs()) return;
+        for (int64_t c = 0; c < kp; ++c) reach[c] = call.log_scale0 && c < key_dim ? call.log_scale0[i * key_dim + c] : -INFINITY;
+    }
+
+    void keep(float* s_out, float* z_out) const {
+        unpack_rows(s, vp, key_dim, width, s_out + first, call.value_dim);
+        if (z_out && first == 0) unpack_rows(z, kp, 1, key_dim, z_out, key_dim);
+    }
+
+    void finish(int64_t head) {
+        choose(head);
+        const int64_t i = sequence * heads.s + head;
+        keep(call.s + i * key_dim * call.value_dim, call.normalize ? call.z + i * key_dim : nullptr);
+        if (logs() && first == 0) unpack_rows(reach, kp, 1, key_dim, call.log_scale + i * key_dim, key_dim);
+    }
+
+    // Keys, values and rates of a chunk.
+    void read(int64_t time, int64_t rows, int64_t head) {
+        tokens.read(call, span, time, rows, head);
+        pack(call.k, span.batch, time, heads.key(head), rows, 0, key_dim, nullptr, tokens.mask, k, kp, C);
+        pack(call.v, span.batch, time, heads.value(head), rows, first, width, tokens.beta, tokens.mask, v, vp, C);
+        if (logs()) {
+            running.keys(k, reach, rate, rows, tokens.mask);
+            if (running.steady) running.rescale(s, vp, z, call.normalize);
+        } else if (vector()) {
+            pack(call.decay, span.batch, time, head, rows, 0, key_dim, nullptr, tokens.mask, rate, kp, C);
+            for (int64_t i = 0; i < C * kp; i += L) store(rate + i, exp(load(rate + i)));
+        }
+        if (vector()) {
+            decayed.keys(k, rate);
+        } else {
+            transpose_panel(k, kp, C, kp, kt, C);
+            if (decays()) relative_decay<C>(tokens.rate, C, between, since);
+        }
+    }
+
+    // Scores of one query head.
+    void score(int64_t rows) {
+        if (vector()) {
+            decayed.queries(q);
+            decayed.scores(scores);
+            return;
+        }
+        product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {scores, C}, Part::LowerOut, &ahead);
+        for (int64_t t = 0; t < rows; ++t) {
+            float* row = scores + t * C;
+            const int64_t diagonal = t / L;
+            if (decays()) {
+                for (int64_t c = 0; c <= diagonal; ++c) store(row + c * L, load(row + c * L) * load(between + t * C + c * L));
+            } else {
+                const int keep = static_cast<int>(t % L) + 1;
+                float* edge = row + diagonal * L;
+                store(edge, load(edge, keep));
+            }
+            // A block of rows reads its triangle's columns up to its last row.
+            for (int64_t c = diagonal + 1; c * L < least<int64_t>(C, t + kRows); ++c) store(row + c * L, zero());
+        }
+    }
+
+    // out = what the chunk's queries read; scores unused when not causal.
+    void read_state(int64_t time, int64_t rows, int64_t output) {
+        const float* gain = decays() && !vector() ? since : nullptr;
+        const float* queries = vector() ? decayed.queries_since_start() : q;
+        product<float>(rows, vectors(width), key_dim, {queries, kp, 1}, {s, vp}, {out, vp, nullptr, 0, gain}, Part::All, &ahead);
+        if (call.causal) product<float>(rows, vectors(width), rows, {scores, C, 1}, {v, vp}, {out, vp, &kOne}, Part::LowerIn, &ahead);
+        if (logs() && !call.normalize) {
+            for (int64_t t = 0; t < rows; ++t) {
+                const F norm = exp(splat(running.log_norm[t]));
+                for (int64_t c = 0; c < vp; c += L) store(out + t * vp + c, load(out + t * vp + c) * norm);
+            }
+        }
+        if (!call.normalize) return;
+        for (int64_t t = 0; t < rows; ++t) {
+            F dot = zero();
+            for (int64_t c = 0; c < kp; c += L) dot = fma(load(queries + t * kp + c), load(z + c), dot);
+            if (gain) dot *= splat(gain[t]);
+            if (call.causal)
+                for (int64_t c = 0; c <= t; c += L) dot = fma(load(scores + t * C + c), load(tokens.beta + c), dot);
+            const float denominator = sum(dot);
+            if (call.denominators && first == 0)
+                call.denominators[(span.batch * call.time + time + t) * heads.o + output] = denominator;
+            const F inverse = splat(denominator == 0.0f ? 0.0f : 1.0f / denominator);
+            for (int64_t c = 0; c < vp; c += L) store(out + t * vp + c, load(out + t * vp + c) * inverse);
+        }
+    }
+
+    // The state after the chunk.
+    void write_state(int64_t rows) {
+        const float *keys = k, *keep = &kOne;
+        ptrdiff_t keep_step = 0;
+        if (vector()) {
+            keys = decayed.keys_until_end();
+            keep = decayed.whole();
+            keep_step = 1;
+        } else if (decays()) {
+            keep = since + C - 1;
+            for (int64_t j = 0; j < rows; ++j) {
+                write[j] = between[(C - 1) * C + j];
+                const F w = splat(write[j]);
+                for (int64_t c = 0; c < vp; c += L) store(v + j * vp + c, load(v + j * vp + c) * w);
+            }
+        }
+        product<float>(key_dim, vectors(width), rows, {keys, 1, kp}, {v, vp}, {s, vp, keep, keep_step}, Part::All, &ahead);
+        if (!call.normalize) return;
+        for (int64_t c = 0; c < kp; c += L) {
+            F total = load(z + c) * (vector() ? load(keep + c) : splat(*keep));
+            for (int64_t j = 0; j < rows; ++j) {
+                const float weight = tokens.beta[j] * (vector() || !decays() ? 1.0f : write[j]);
+                total = fma(splat(weight), load(keys + j * kp + c), total);
+            }
+            store(z + c, total);
+        }
+    }
+
+    void query(int64_t time, int64_t rows, int64_t output) {
+        pack(call.q, span.batch, time, heads.query(output), rows, 0, key_dim, nullptr, tokens.mask, q, kp, C);
+        if (logs()) running.queries(q, rows, tokens.mask);
+        // Before anything else: the scale is part of the result's rounding in every form.
+        const F scale = splat(call.normalize ? 1.0f : static_cast<float>(call.scale));
+        for (int64_t i = 0; i < C * kp; i += L) store(q + i, load(q + i) * scale);
+    }
+
+    // What this chunk of a head writes and what the next one reads.
+    void look_ahead(int64_t time, int64_t rows, int64_t head) {
+        ahead.clear();
+        if (call.causal) foresee(ahead, call.o, span.batch, time, head * heads.readers(), rows, first, width);
+        if (++head == head_end) head = head_begin, time += C;
+        rows = least<int64_t>(C, span.end - time);
+        if (rows <= 0) return;
+        if (call.causal) foresee(ahead, call.q, span.batch, time, heads.query(head * heads.readers()), rows, 0, key_dim);
+        foresee(ahead, call.k, span.batch, time, heads.key(head), rows, 0, key_dim);
+        foresee(ahead, call.v, span.batch, time, heads.value(head), rows, first, width);
+        if (call.decay_kind == PHISTATE_DECAY_VECTOR) foresee(ahead, call.decay, span.batch, time, head, rows, 0, key_dim);
+    }
+
+    void answer(int64_t time, int64_t rows, int64_t head) {
+        for (int64_t reader = 0; reader < heads.readers(); ++reader) {
+            const int64_t output = head * heads.readers() + reader;
+            query(time, rows, output);
+            if (call.causal) score(rows);
+            read_state(time, rows, output);
+            unpack(out, vp, rows, width, call.o, span.batch, time, output, first);
+        }
+    }
+
+    void run() {
+        for (int64_t head = head_begin; head < head_end; ++head) begin(head);
+        for (int64_t time = span.begin; time < span.end; time += C) {
+            const int64_t rows = least<int64_t>(C, span.end - time);
+            for (int64_t head = head_begin; head < head_end; ++head) {
+                choose(head);
+                if (call.checkpoints && time > span.begin && (time - span.begin) % PHISTATE_SEGMENT == 0) {
+                    float* kept = checkpoint(call, span, time, head);
+                    keep(kept, call.normalize ? kept + key_dim * call.value_dim : nullptr);
+                }
+                read(time, rows, head);
+                look_ahead(time, rows, head);
+                if (call.causal) answer(time, rows, head);
+                write_state(rows);
+            }
+        }
+        for (int64_t head = head_begin; head < head_end; ++head) finish(head);
+        if (call.causal) return;
+        ahead.clear();
+        for (int64_t time = span.begin; time < span.end; time += C) {
+            const int64_t rows = least<int64_t>(C, span.end - time);
+            for (int64_t head = head_begin; head < head_end; ++head) {
+                choose(head);
+                tokens.read(call, span, time, rows, head);
+                answer(time, rows, head);
+            }
+        }
+    }
+};
+
+}  // namespace
+
+int additive_forward(const phistate_additive& call) {
+    if (call.time == 1 && call.causal && !call.cu_seqlens && !call.log_features) {
+        step(call);
+        return 0;
+    }
+    const Heads heads(call);
+    expect_writes(call, call.o, heads.o, call.value_dim);
+    const int64_t states = call.sequences * heads.s, threads = phistate::num_threads();
+    // Columns of the state do not meet: where states are fewer than threads, each is cut into strips of values.
+    // A strip repeats the scores, so none is narrower than two vectors.
+    const int64_t strips = most<int64_t>(1, least((threads + states - 1) / most<int64_t>(states, 1), call.value_dim / (2 * L)));
+    const int64_t strip = round_up((call.value_dim + strips - 1) / strips, L);
+    const int64_t bytes = call.key_dim * strip * static_cast<int64_t>(sizeof(float));
+    const int64_t group = most<int64_t>(1, least(states / (4 * threads), kStateBytes / bytes));
+    const int64_t groups = (heads.s + group - 1) / group;
+    parallel(call.sequences * groups * strips, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t first = i % strips * strip, width = least(strip, call.value_dim - first);
+            const int64_t head = i / strips % groups * group;
+            if (width > 0) Unit(call, i / strips / groups, head, least(head + group, heads.s), first, width).run();
+        }
+    });
+    return 0;
+}
+
+}  // namespace PHISTATE_NS

@@ -1,0 +1,152 @@
+"""accelerate(): existing hybrid models, fast on a CPU, by replacing the functions their layers call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from phistate.hf.corrections import hook_layers
+from phistate.hf.hooks import HOOKS, UNCOVERED, Hook
+from phistate.hf.report import Entry, Report
+from phistate.hf.swap import original_of, swap
+from phistate.ops.backends import native
+
+
+def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
+    """Make a hybrid transformers model fast on a CPU, with the same answers; the report says how, and undoes it.
+
+    Finds the modules that the classes of ``model``'s layers come from and replaces in them the functions it knows by
+    name *and* signature (``torch_chunk_gated_delta_rule``, ``mamba2_chunk_scan``, ``causal_conv1d_fn``, …), wherever
+    they are held: the module itself, the class, or a layer's own attribute. What it does not know it does not touch.
+    A replaced function hands tensors that are not on the CPU to the one it replaced. Other models made of the same
+    classes run the replaced functions too.
+
+    Args:
+        model: a model, or any part of one.
+        correct: also give the right answer in the few places where transformers loses an argument on the way to the
+            function: the recurrent state of Mamba-1 layers when several tokens follow a cache, and the limits of
+            Mamba-2's time step in the decode step. False: the same answers as transformers there too.
+
+    Returns:
+        A :class:`Report`; ``with accelerate(model) as report:`` undoes it at the end of the block.
+
+    Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``.
+
+    >>> import torch, phistate.hf
+    >>> report = phistate.hf.accelerate(torch.nn.Linear(2, 2))
+    >>> report.replaced, report.left[0].what
+    ([], "none of its classes' modules hold a function that phistate knows")
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}; takes a torch.nn.Module")
+    report = Report(type(model).__name__, native.why_not() or "native")
+    replacements: dict[int, Callable[..., Any]] = {}
+    for owner, layers in _owners(model).items():
+        for name in _known_names(owner):
+            _visit(report, owner, name, layers, replacements)
+    for path, layer in model.named_modules():
+        for name, value in list(vars(layer).items()):
+            original = original_of(value)
+            if id(original) in replacements:
+                where = f"{type(layer).__name__} {path}"
+                report._undo.append(swap(layer, name, replacements[id(original)]))
+                report.replaced.append(Entry(where, name, "held by the layer; the same function"))
+    if not report.replaced and not report.left:
+        why = "none of its classes' modules hold a function that phistate knows"
+        report.left.append(Entry(report.model, "-", why))
+    if report.replaced:
+        for entry, undo in hook_layers(model, correct):
+            if entry is not None and entry not in report.corrected:
+                report.corrected.append(entry)
+            report._undo.append(undo)
+    return report
+
+
+def _owners(model: nn.Module) -> dict[ModuleType | type, list[nn.Module]]:
+    """Every class of a layer and every module such a class comes from, with the layers concerned."""
+    owners: dict[ModuleType | type, list[nn.Module]] = {}
+    for layer in model.modules():
+        for cls in type(layer).__mro__:
+            module = sys.modules.get(cls.__module__)
+            if cls.__module__.partition(".")[0] in ("torch", "builtins") or module is None:
+                continue
+            for owner in (module, cls):
+                layers = owners.setdefault(owner, [])
+                if not layers or layers[-1] is not layer:
+                    layers.append(layer)
+    return owners
+
+
+def _known_names(owner: ModuleType | type) -> Iterator[str]:
+    prefix = "" if isinstance(owner, ModuleType) else f"{owner.__name__}."
+    for name in (*HOOKS, *UNCOVERED):
+        head, _, attribute = name.rpartition(".")
+        if (f"{head}." if head else "") == prefix and attribute in vars(owner):
+            yield name
+
+
+def _visit(
+    report: Report,
+    owner: ModuleType | type,
+    name: str,
+    layers: list[nn.Module],
+    replacements: dict[int, Callable[..., Any]],
+) -> None:
+    attribute = name.rpartition(".")[2]
+    where = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__name__}"
+    found = vars(owner)[attribute]
+    if name in UNCOVERED:
+        report.left.append(Entry(where, attribute, UNCOVERED[name]))
+        return
+    hook = HOOKS[name]
+    original = original_of(found)
+    if not callable(original):
+        report.left.append(Entry(where, attribute, f"is no function but {type(original).__name__}"))
+        return
+    signature = signature_of(original)
+    if signature != hook.signature:
+        report.left.append(Entry(where, attribute, f"takes ({signature}); phistate knows ({hook.signature})"))
+        return
+    devices = {p.device.type for layer in layers for p in layer.parameters()} or {"cpu"}
+    if "cpu" not in devices:
+        there = ", ".join(sorted(devices))
+        report.left.append(Entry(where, attribute, f"its layers are on {there}; phistate's kernels are for the CPU"))
+        return
+    new = found if found is not original else replacement(original, hook)
+    report._undo.append(swap(owner, attribute, new))
+    replacements[id(original)] = new
+    report.replaced.append(Entry(where, attribute, hook.what))
+
+
+def signature_of(function: Callable[..., Any]) -> str:
+    """A function's parameters and defaults, without annotations, as :class:`~phistate.hf.hooks.Hook` writes them."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return "unknown"
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(plain))[1:-1]
+
+
+def replacement(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """``hook``'s function under the name of ``original``, to which tensors that are not on the CPU still go."""
+    native, index = hook.native(original), hook.tensor
+    name = hook.signature.split(", ")[index]
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = args[index] if len(args) > index else kwargs[name]
+        if first.device.type != "cpu" or torch.compiler.is_exporting():
+            return original(*args, **kwargs)
+        return native(*args, **kwargs)
+
+    run._phistate_replaces = original  # type: ignore[attr-defined]
+    return run

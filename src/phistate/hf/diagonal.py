@@ -1,0 +1,77 @@
+"""RecurrentGemma's linear recurrence h_t = a_t h_{t-1} + x_t, one number per channel, by Mamba-1's scan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from phistate.ops.selective_scan import selective_scan
+
+
+def rnn_scan(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``hidden_states, recurrent_gate [B,T,D]``, ``reset [B,T,1]``, states ``[B,D]``; one token is the original's."""
+
+    def scan(
+        self: Any,
+        hidden_states: Tensor,
+        recurrent_gate: Tensor,
+        reset: Tensor,
+        recurrent_states: Tensor | None,
+        acc_dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, Tensor]:
+        if hidden_states.shape[1] <= 1 or acc_dtype != torch.float32:
+            return original(self, hidden_states, recurrent_gate, reset, recurrent_states, acc_dtype)
+        a = (recurrent_gate * ~reset).float()
+        x = hidden_states.float()
+        h = x.new_zeros(x.shape[0], x.shape[2]) if recurrent_states is None else recurrent_states.float()
+        y, h = diagonal_scan(a, x, h)
+        return y.to(hidden_states.dtype), h
+
+    return scan
+
+
+def diagonal_scan(a: Tensor, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """All h_t = a_t h_{t-1} + x_t and the last; ``a, x [B,T,D]`` with 0 ≤ a ≤ 1, ``h [B,D]``; float32.
+
+    >>> y, last = diagonal_scan(torch.tensor([[[0.5], [0.0]]]), torch.ones(1, 2, 1), torch.full((1, 1), 4.0))
+    >>> y.flatten().tolist(), last.tolist()
+    ([3.0, 1.0], [[1.0]])
+    """
+    return _DiagonalScan.apply(a, x, h)
+
+
+class _DiagonalScan(torch.autograd.Function):
+    """Its gradient is the same recurrence backwards: G_t = g_t + a_{t+1} G_{t+1}, dx = G, da_t = G_t h_{t-1}."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, a: Tensor, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        y, last = _scan(a, x, h)
+        ctx.save_for_backward(a, y, h)
+        return y, last
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, y, h = ctx.saved_tensors
+        following = torch.cat([torch.ones_like(a[:, :1]), a.flip(1)[:, :-1]], 1)
+        G, _ = _scan(following, dy.flip(1), dlast)
+        G = G.flip(1)
+        before = torch.cat([h.unsqueeze(1), y[:, :-1]], 1)
+        return G * before, G, G[:, 0] * a[:, 0]
+
+
+def _scan(a: Tensor, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """selective_scan with N = 1, A = -1, B = C = 1: h ← e^-Δ h + Δ (x/Δ), Δ = -log a.
+
+    The bounds of Δ change nothing in float32: the smallest -log a below 1 is 6e-8 and e^-1000 is 0. They keep x/Δ
+    defined where a is 1 or 0.
+    """
+    delta = -a.log()
+    delta = delta.clamp(1e-30, 1e3)
+    ones = x.new_ones(x.shape[0], x.shape[1], 1)
+    rate = x.new_full((x.shape[2], 1), -1.0)
+    y, h = selective_scan(x / delta, delta, rate, ones, ones, initial_state=h.unsqueeze(-1), return_state=True)
+    return y, h.squeeze(-1)

@@ -1,0 +1,99 @@
+"""Backend ``cpu``: the native kernels, for tensors in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import phistate.ops.backends.additive  # noqa: F401  (defines the operators)
+from phistate.ops.backends import native
+from phistate.ops.backends.base import Call, Result
+from phistate.ops.log_space import by_vector_decay
+
+# Asked once, at import: a compiler's trace cannot ask a library. A PHISTATE_ISA that cannot be honoured raises here.
+_MISSING = native.why_not()
+
+
+class CpuBackend:
+    """Runs both writes in float32, bfloat16 and float16, on whatever instruction set the machine has."""
+
+    name = "cpu"
+
+    def reasons_against(self, call: Call) -> list[str]:
+        """Why the kernels cannot run ``call``; empty when they can."""
+        reasons = [] if _MISSING is None else [_MISSING]
+        if call.q.device.type != "cpu":
+            reasons.append(f"tensors are on {call.q.device}, the kernels read memory")
+        if call.q.dtype not in native.DTYPES:
+            reasons.append(f"{call.q.dtype}: the kernels compute in float32")
+        if call.form not in ("auto", "chunked"):
+            reasons.append(f"form={call.form!r}: the kernels are chunked")
+        if 0 in (call.q.shape[0], *call.q.shape[2:], *call.k.shape[2:], *call.v.shape[2:]):
+            reasons.append("a dimension other than time is empty")
+        return reasons
+
+    def run(self, call: Call) -> Result:
+        """See :class:`~phistate.ops.backends.base.Backend`."""
+        if call.log_features:
+            return self._run_log(call)
+        q, k, delta = call.q, call.k, call.write == "delta"
+        if call.qk_l2norm and not delta:  # the delta kernels do it themselves
+            q, k = _l2norm(q, call.mask), _l2norm(k, call.mask)
+        inputs = (q, k, call.v, call.decay, call.beta, call.s, call.z)
+        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        o, s, z, _, _ = torch.ops.phistate.additive(
+            *inputs,
+            *(
+                call.mask,
+                call.cu_seqlens,
+                call.scale,
+                call.normalize,
+                call.causal,
+                delta,
+                call.qk_l2norm and delta,
+                keep,
+            ),
+        )
+        return Result(o, s, z if call.normalize else None)
+
+    def _run_log(self, call: Call) -> Result:
+        """Log features: in one kernel, or with gradients or a decay of their own as a vector decay."""
+        inputs = (call.v, call.beta, call.s, call.z)
+        learns = any(x is not None and x.requires_grad for x in (call.q, call.k, *inputs))
+        if (torch.is_grad_enabled() and learns) or call.decay is not None or not call.causal:
+            return by_vector_decay(call, self.run)
+        o, s, z, log_scale = torch.ops.phistate.additive_log(
+            call.q, call.k, *inputs, call.log_scale, call.mask, call.cu_seqlens, call.scale, call.normalize
+        )
+        return Result(o, s, z if call.normalize else None, log_scale)
+
+
+def step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor | None = None,
+    *,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float = 1.0,
+    write: str = "add",
+    qk_l2norm: bool = False,
+) -> Tensor:
+    """One token: updates the dense float32 states ``s [B,Hs,K,V]`` and ``z [B,Hs,K]`` in place, gives ``[B,1,Ho,V]``.
+
+    Shapes as in :func:`phistate.linear_attention` with T = 1; normalised where there is a z. Not differentiable.
+    """
+    delta = write == "delta"
+    if qk_l2norm and not delta:
+        q, k = _l2norm(q, None), _l2norm(k, None)
+    return torch.ops.phistate.additive_step_(q, k, v, decay, beta, s, z, scale, delta, qk_l2norm and delta)
+
+
+def _l2norm(x: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None:
+        x = x.masked_fill(~mask[:, :, None, None], 0.0)  # a padded NaN must not reach a gradient
+    wide = x.float()
+    # 1e-6 is part of the models' definition of this norm, not a guard of ours.
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

@@ -1,0 +1,291 @@
+"""Mamba-1's selective scan: a decay of its own for every entry of the state."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phistate.ops import reference_scan
+from phistate.ops.backends import selective_scan as cpu
+from phistate.ops.checks import (
+    check_float,
+    check_mask,
+    check_no_gradient,
+    check_side_input,
+    sequence_bounds,
+    use_native,
+)
+
+
+@overload
+def selective_scan(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = ...,
+    z: Tensor | None = ...,
+    delta_bias: Tensor | None = ...,
+    delta_softplus: bool = ...,
+    initial_state: Tensor | None = ...,
+    return_state: Literal[False] = ...,
+    mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def selective_scan(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = ...,
+    z: Tensor | None = ...,
+    delta_bias: Tensor | None = ...,
+    delta_softplus: bool = ...,
+    initial_state: Tensor | None = ...,
+    *,
+    return_state: Literal[True],
+    mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def selective_scan(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba-1: every channel keeps N numbers, each forgetting at its own, input-dependent rate.
+
+    Per channel, with Δ_t = delta_t + bias (through softplus if asked)::
+
+        h_t = exp(Δ_t A) ⊙ h_{t-1} + Δ_t x_t B_t          N entries
+        y_t = h_tᵀ C_t + D x_t
+        y_t = y_t · silu(z_t)                             with a gate
+
+    Args:
+        x: ``[B,T,D]`` inputs, float64, float32, bfloat16 or float16. As every tensor here it may be a strided view;
+            both ``[B,T,D]`` and a transposed ``[B,D,T]`` in memory run without a copy; native output has x's layout.
+        delta: ``[B,T,D]`` step sizes. Like every tensor below but the state: in x's dtype or float32.
+        A: ``[D,N]`` log-rates, negative where the state is to forget.
+        B: ``[B,T,N]`` what a step writes, or ``[B,T,G,N]``: channel d uses group d // (D // G).
+        C: as B, what a step reads.
+        D: ``[D]`` skip connection; None: none.
+        z: ``[B,T,D]`` gate; None: none.
+        delta_bias: ``[D]`` added to delta; None: 0.
+        delta_softplus: Δ = log(1 + exp(delta + bias)).
+        initial_state: ``[B,D,N]`` float32 (float64 for float64 inputs), h before the first step; None: 0.
+        return_state: give the final state too.
+        mask: ``[B,T]`` bool, True = token. A padded step changes nothing: no write, no decay; its row is 0.
+        cu_seqlens: ``[N+1]`` offsets of N packed sequences, B == 1, from 0 to T; a state then has batch N.
+        backend: ``"auto"``, ``"cpu"`` (native kernels) or ``"torch"``.
+
+    Returns:
+        ``[B,T,D]`` in x's dtype, and the state if asked. Sums and state are float32 (float64 for float64).
+
+    Raises:
+        ValueError: shapes, values or choices that do not fit, naming the argument, what came and what is taken.
+        TypeError: a wrong type or dtype.
+
+    Source: Gu and Dao 2023 (arXiv:2312.00752), algorithm 2.
+
+    >>> import torch, phistate
+    >>> x, delta, A = torch.randn(1, 6, 8), torch.rand(1, 6, 8), -torch.rand(8, 4)
+    >>> B, C = torch.randn(2, 1, 6, 4).unbind()
+    >>> whole = phistate.selective_scan(x, delta, A, B, C)
+    >>> first, h = phistate.selective_scan(x[:, :4], delta[:, :4], A, B[:, :4], C[:, :4], return_state=True)
+    >>> rest = phistate.selective_scan(x[:, 4:], delta[:, 4:], A, B[:, 4:], C[:, 4:], initial_state=h)
+    >>> torch.allclose(whole, torch.cat([first, rest], 1), atol=1e-5)
+    True
+    """
+    _check(x, delta, A, B, C, D, z, delta_bias)
+    check_mask(mask, x)
+    bounds = None if torch.compiler.is_compiling() else sequence_bounds(cu_seqlens, x)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if initial_state is not None:
+        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        check_side_input("initial_state", initial_state, x, [(rows, *A.shape)])
+        if initial_state.dtype != wide:
+            raise TypeError(f"initial_state: got {initial_state.dtype}; takes {wide} for {x.dtype} inputs")
+    if use_native(backend, cpu.reasons_against(x)):
+        y, h = cpu.scan(x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, cu_seqlens)
+    else:
+        y, h = _reference(x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, bounds)
+    return (y, h) if return_state else y
+
+
+def selective_scan_step_(
+    state: Tensor,
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """One token of :func:`selective_scan`, the state updated in place: the decode step. Records no gradient.
+
+    Args:
+        state: ``[B,D,N]``, overwritten by the state after this token. Any floating type; sums are float32 all the same.
+        x: ``[B,D]`` inputs.
+        delta: ``[B,D]`` step sizes.
+        A: ``[D,N]`` log-rates. One rate per channel expanded to ``[D,N]`` (Mamba-2) costs one exponential per channel.
+        B: ``[B,N]`` or ``[B,G,N]``.
+        C: as B.
+        D: ``[D]`` or None.
+        z: ``[B,D]`` or None.
+        delta_bias: ``[D]`` or None.
+        delta_softplus: as there.
+        backend: as there.
+
+    Returns:
+        ``[B,D]`` in x's dtype.
+
+    Raises:
+        ValueError: shapes or choices that do not fit, or inputs whose gradient would be lost.
+        TypeError: a wrong type or dtype.
+
+    >>> import torch, phistate
+    >>> x, delta, A = torch.randn(1, 8), torch.rand(1, 8), -torch.rand(8, 4)
+    >>> B, C = torch.randn(2, 1, 4).unbind()
+    >>> state = torch.zeros(1, 8, 4)
+    >>> y = phistate.selective_scan_step_(state, x, delta, A, B, C)
+    >>> torch.allclose(state, (delta * x).unsqueeze(-1) * B.unsqueeze(1))
+    True
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}; takes [B,D]")
+    given = (x, delta, B, C, z)
+    check_no_gradient(state, A, D, delta_bias, *given)
+    one, steps, write, read, gate = (None if t is None else t.unsqueeze(1) for t in given)
+    assert one is not None
+    assert steps is not None
+    assert write is not None
+    assert read is not None
+    _check(one, steps, A, write, read, D, gate, delta_bias)
+    if state.shape != (x.shape[0], *A.shape) or state.device != x.device:
+        raise ValueError(
+            f"state: got shape {tuple(state.shape)} on {state.device}; "
+            f"takes [B,D,N] = {(x.shape[0], *A.shape)} on {x.device}"
+        )
+    if use_native(backend, cpu.reasons_against(x)):
+        return cpu.step_(state, x, delta, A, B, C, D, z, delta_bias, delta_softplus)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y, h = _reference(one, steps, A, write, read, D, gate, delta_bias, delta_softplus, state.to(wide), None, None)
+    state.copy_(h)
+    return y.squeeze(1)
+
+
+def _check(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+) -> None:
+    check_float("x", x, "[B,T,D]", 3)
+    rows, T, channels = x.shape
+    for name, value in (("delta", delta), ("A", A), ("B", B), ("C", C)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: got {type(value).__name__}; takes a torch.Tensor")
+    check_side_input("delta", delta, x, [(rows, T, channels)])
+    if A.ndim != 2 or A.shape[0] != channels:
+        raise ValueError(f"A: got shape {tuple(A.shape)}; takes [D,N] with D = {channels}, as x has")
+    N = A.shape[1]
+    check_side_input("A", A, x, [(channels, N)])
+    shapes: list[tuple[int, ...]] = [(rows, T, N)]
+    if B.ndim == 4:
+        groups = B.shape[2]
+        if groups == 0 or channels % groups:
+            raise ValueError(f"B: got {groups} groups; takes a count that divides D = {channels}")
+        shapes = [(rows, T, groups, N)]
+    check_side_input("B", B, x, shapes)
+    check_side_input("C", C, x, shapes)
+    check_side_input("z", z, x, [(rows, T, channels)])
+    check_side_input("D", D, x, [(channels,)])
+    check_side_input("delta_bias", delta_bias, x, [(channels,)])
+
+
+def _reference(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    h: Tensor | None,
+    mask: Tensor | None,
+    bounds: list[int] | None,
+) -> tuple[Tensor, Tensor]:
+    """The op in plain PyTorch, in the accumulation type."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows, _, channels = x.shape
+    u, step, rate, write, read = (t.to(wide) for t in (x, delta, A, B, C))
+    if write.ndim == 3:
+        write, read = write.unsqueeze(2), read.unsqueeze(2)
+    gate = None if z is None else z.to(wide)
+    padded = None if mask is None else ~mask.unsqueeze(-1)
+    if padded is not None:
+        u, step = u.masked_fill(padded, 0.0), step.masked_fill(padded, 0.0)
+        write, read = (t.masked_fill(padded.unsqueeze(-1), 0.0) for t in (write, read))
+        gate = None if gate is None else gate.masked_fill(padded, 0.0)
+    if delta_bias is not None:
+        step = step + delta_bias.to(wide)
+    if delta_softplus:
+        step = F.softplus(step)
+    if padded is not None:
+        step = step.masked_fill(padded, 0.0)
+
+    groups = write.shape[2]
+    sequences = rows if bounds is None else len(bounds) - 1
+    h = u.new_zeros(sequences, *A.shape) if h is None else h
+    h = h.unflatten(1, (groups, channels // groups))
+    rate = rate.unflatten(0, (groups, channels // groups))
+    ins = (u.unflatten(2, (groups, channels // groups)), step.unflatten(2, (groups, channels // groups)))
+    if bounds is None:
+        y, h = reference_scan.scan(*ins, rate, write, read, h)
+    else:
+        ys, hs = [ins[0][:, :0]], [h[:0]]
+        for n, (a, b) in enumerate(itertools.pairwise(bounds)):
+            part = (ins[0][:, a:b], ins[1][:, a:b], rate, write[:, a:b], read[:, a:b], h[n : n + 1])
+            piece, last = reference_scan.scan(*part)
+            ys.append(piece)
+            hs.append(last)
+        y, h = torch.cat(ys, 1), torch.cat(hs)
+    y = y.flatten(2)
+    if D is not None:
+        y = y + D.to(wide) * u
+    if gate is not None:
+        y = y * F.silu(gate)
+    return y.to(x.dtype), h.flatten(1, 2)
