@@ -114,6 +114,10 @@ def make(
     options = _options(name, budget, head_dim, length)
     if options is None:
         return None
+    if name == "nystrom" and fit is not None:
+        # There are no more landmarks than vectors to place them on; half as many leaves k-means something to do.
+        vectors = sum(x.shape[1] * x.shape[2] for x in fit)
+        options["num_features"] = min(budget, max(1, vectors // 2))
     if name in _DRAWN:
         options["generator"] = torch.Generator().manual_seed(seed)
     phi = feature_map(name, head_dim=head_dim, scale=scale, **options)
