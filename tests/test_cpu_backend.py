@@ -127,15 +127,25 @@ def test_long_sequence():
     torch.testing.assert_close(end.s, state.s, rtol=1e-4, atol=1e-4)
 
 
-def test_opcheck():
+@pytest.mark.parametrize("delta", [False, True])
+def test_opcheck(delta):
     q, k, v = (torch.rand(2, 40, 2, n, requires_grad=True) for n in (8, 8, 6))
     decay = (-torch.rand(2, 40, 2)).requires_grad_()
     s, z = torch.rand(2, 2, 8, 6, requires_grad=True), torch.rand(2, 2, 8, requires_grad=True)
-    torch.library.opcheck(
-        torch.ops.phistate.additive.default, (q, k, v, decay, None, s, z, None, None, 0.5, True, True, True)
-    )
+    options = (0.5, True, True, delta, delta)  # scale, normalize, causal, delta, qk_l2norm
+    torch.library.opcheck(torch.ops.phistate.additive.default, (q, k, v, decay, None, s, z, None, None, *options, True))
     one = [x.detach()[:, :1] for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.phistate.additive_step_.default, (*one, None, None, s.detach(), z.detach(), 0.5))
+    torch.library.opcheck(
+        torch.ops.phistate.additive_step_.default, (*one, None, None, s.detach(), z.detach(), 0.5, delta, delta)
+    )
+
+
+def test_opcheck_of_log_features():
+    log_q, log_k, v = (torch.randn(2, 40, 2, n) for n in (8, 8, 6))
+    s, z, log_scale = torch.rand(2, 2, 8, 6), torch.rand(2, 2, 8), torch.randn(2, 2, 8)
+    torch.library.opcheck(
+        torch.ops.phistate.additive_log.default, (log_q, log_k, v, None, s, z, log_scale, None, None, 0.5, True)
+    )
 
 
 def test_compiles_without_a_break():
