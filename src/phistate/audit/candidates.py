@@ -127,7 +127,7 @@ class Mapped(Candidate):
         # A map draws from torch's default generator; the caller's is left as it was.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed * _SEED_STRIDE + layer)
-            phi = feature_map(name, head_dim=head_dim, **options)
+            phi = feature_map(name, head_dim=head_dim, **options).requires_grad_(False)
             if isinstance(phi, FittedFeatureMap) and sample is not None:
                 phi.fit(*sample)
 
