@@ -51,13 +51,19 @@ inline void pack(const phistate_view& view, int64_t batch, int64_t time, int64_t
 }
 
 inline void unpack(const float* panel, ptrdiff_t ld, int64_t rows, int64_t n, const phistate_view& view, int64_t batch, int64_t time,
-                   int64_t head, int64_t first, bool add = false) {
+                   int64_t head, int64_t first, bool add = false, float factor = 1.0f) {
     if (view.dtype == PHISTATE_BF16)
-        unpack_rows(panel, ld, rows, n, at<bf16>(view, batch, time, head) + first, view.time, add);
+        unpack_rows(panel, ld, rows, n, at<bf16>(view, batch, time, head) + first, view.time, add, factor);
     else if (view.dtype == PHISTATE_F16)
-        unpack_rows(panel, ld, rows, n, at<f16>(view, batch, time, head) + first, view.time, add);
+        unpack_rows(panel, ld, rows, n, at<f16>(view, batch, time, head) + first, view.time, add, factor);
     else
-        unpack_rows(panel, ld, rows, n, at<float>(view, batch, time, head) + first, view.time, add);
+        unpack_rows(panel, ld, rows, n, at<float>(view, batch, time, head) + first, view.time, add, factor);
+}
+
+// Before a dense output [batch, time, heads, n] is written.
+inline void expect_writes(const phistate_additive& call, const phistate_view& view, int64_t heads, int64_t n) {
+    const int64_t size = view.dtype == PHISTATE_F32 ? 4 : 2;
+    if (view.time == heads * n) phistate::expect_writes(view.data, call.batch * call.time * heads * n * size);
 }
 
 // Marks rows of an operand for prefetching.

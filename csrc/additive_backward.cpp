@@ -34,7 +34,8 @@ struct Unit {
     const Span span;
     phistate::Scratch scratch;
     float *k, *kt, *v, *vt, *raw, *q, *d_o, *scores, *between, *rate, *states, *ds, *dq, *dk, *dvt, *dv, *d_decay;
-    float since[C], until[C], d_beta[C];
+    float since[C], until[C], scales[C], d_beta[C];
+    Ahead ahead;
     Tokens<C> tokens;
     VectorDecay<C> decayed;
 
@@ -42,6 +43,7 @@ struct Unit {
         : call(call), heads(call), sequence(sequence), key_dim(call.key_dim), value_dim(call.value_dim),
           wide(call.value_dim + (call.normalize ? 1 : 0)), kp(round_up(key_dim, L)), vp(round_up(wide, L)), span(span_of(call, sequence)),
           decayed(scratch, vector() ? kp : 0) {
+        for (float& x : scales) x = call.normalize ? 1.0f : static_cast<float>(call.scale);
         k = scratch.floats(C * kp);
         kt = scratch.floats(C * kp);
         q = scratch.floats(C * kp);
@@ -58,7 +60,7 @@ struct Unit {
         between = scratch.floats(2 * C * C);
         ds = scratch.floats(vp * kp);
         rate = vector() ? scratch.floats(C * kp) : nullptr;
-        states = scratch.floats((call.causal ? PHISTATE_SEGMENT / C : 1) * vp * kp);
+        states = scratch.zeros((call.causal ? PHISTATE_SEGMENT / C : 1) * vp * kp);
     }
 
     bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
@@ -103,19 +105,16 @@ struct Unit {
 
     // next = state after the chunk read, from the one before.
     void advance(int64_t rows, const float* state, float* next) {
-        float whole = 1.0f;
-        const float* keys = k;
+        const float *keys = k, *keep = &kOne, *from = state;
         if (vector()) {
             scale_rows(next, state, kp, vp, kp, decayed.whole());
             keys = decayed.keys_until_end();
-        } else {
-            memcpy(next, state, vp * kp * sizeof(float));
-            if (decays()) {
-                whole = since[C - 1];
-                for (int64_t j = 0; j < rows; ++j) scale(k + j * kp, kp, until[j]);
-            }
+            from = next;
+        } else if (decays()) {
+            keep = since + C - 1;
+            for (int64_t j = 0; j < rows; ++j) scale(k + j * kp, kp, until[j]);
         }
-        product<float>(wide, kp / L, rows, {v, 1, vp}, {keys, kp}, {next, kp, &whole});
+        product<float>(wide, kp / L, rows, {v, 1, vp}, {keys, kp}, {next, kp, keep, 0, nullptr, from}, Part::All, &ahead);
     }
 
     static void scale(float* x, int64_t n, float factor) {
@@ -125,9 +124,7 @@ struct Unit {
 
     // One query head's rows: the query scaled, and the gradient of what it read.
     void reader(int64_t time, int64_t rows, int64_t output) {
-        const float factor = call.normalize ? 1.0f : static_cast<float>(call.scale);
-        pack(call.q, span.batch, time, heads.query(output), rows, 0, key_dim, nullptr, tokens.mask, q, kp, C);
-        scale(q, C * kp, factor);
+        pack(call.q, span.batch, time, heads.query(output), rows, 0, key_dim, scales, tokens.mask, q, kp, C);
         if (wide > value_dim)
             for (int64_t r = 0; r < C; ++r) store(d_o + r * vp + vp - L, zero());
         pack(call.d_o, span.batch, time, output, rows, 0, value_dim, nullptr, tokens.mask, d_o, vp, C);
@@ -167,8 +164,11 @@ struct Unit {
     void carry(const float* before) {
         F total = zero();
         for (int64_t c = 0; c < kp; c += L) {
-            F x = zero();
-            for (int64_t j = 0; j < wide; ++j) x = fma(load(before + j * kp + c), load(ds + j * kp + c), x);
+            F sums[4] = {};  // enough at once to hide an addition's latency
+            for (int64_t j = 0; j < vp; j += 4)
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < 4; ++i) sums[i] = fma(load(before + (j + i) * kp + c), load(ds + (j + i) * kp + c), sums[i]);
+            F x = (sums[0] + sums[1]) + (sums[2] + sums[3]);
             total += x;
             if (vector()) {
                 x *= load(decayed.whole() + c);
@@ -213,6 +213,18 @@ struct Unit {
         }
     }
 
+    // What the chunk at `time` will read, or write (gradients), while others multiply.
+    void look_ahead(int64_t time, int64_t rows, int64_t head, bool backwards) {
+        ahead.clear();
+        const int64_t output = head * heads.readers();
+        foresee(ahead, call.k, span.batch, time, heads.key(head), rows, 0, key_dim);
+        foresee(ahead, call.v, span.batch, time, heads.value(head), rows, 0, value_dim);
+        if (vector()) foresee(ahead, call.decay, span.batch, time, head, rows, 0, key_dim);
+        if (!backwards) return;
+        foresee(ahead, call.q, span.batch, time, heads.query(output), rows, 0, key_dim);
+        foresee(ahead, call.d_o, span.batch, time, output, rows, 0, value_dim);
+    }
+
     // One chunk backwards: `before` the state it began with; ds the gradient of the one it ended with, which
     // becomes that of the former. Returns the sum of its decays' gradients.
     float chunk(int64_t time, int64_t rows, int64_t head, const float* before) {
@@ -223,7 +235,8 @@ struct Unit {
         // Through the state after the chunk.
         const float* keys = vector() ? decayed.keys_until_end() : k;
         transpose_panel(keys, kp, C, kp, kt, C);
-        product<float>(C, kp / L, wide, {v, vp, 1}, {ds, kp}, {dk, kp, nullptr, 0, scalar_decay() ? until : nullptr});
+        product<float>(C, kp / L, wide, {v, vp, 1}, {ds, kp}, {dk, kp, nullptr, 0, scalar_decay() ? until : nullptr}, Part::All,
+                       &ahead);
         if (wants_decay) passed_after(keys, dk);
         product<float>(wide, C / L, key_dim, {ds, kp, 1}, {kt, C}, {dvt, C});
         if (scalar_decay())
@@ -244,7 +257,8 @@ struct Unit {
         memset(d_scores, 0, C * C * sizeof(float));
         product<float>(rows, C / L, wide, {d_o, vp, 1}, {vt, C}, {d_scores, C}, Part::LowerOut);
         decay_triangle(d_scores, rows);
-        product<float>(C, kp / L, wide, {d_o, vp, 1}, {before, kp}, {dq, kp, nullptr, 0, scalar_decay() ? since : nullptr});
+        product<float>(C, kp / L, wide, {d_o, vp, 1}, {before, kp}, {dq, kp, nullptr, 0, scalar_decay() ? since : nullptr},
+                       Part::All, &ahead);
         if (vector()) {
             decayed.queries(q);
             decayed.scores(scores);
@@ -269,12 +283,11 @@ struct Unit {
         if (scalar_decay())
             for (int64_t t = 0; t < rows; ++t) scale(q + t * kp, kp, since[t]);
         const float* keep = scalar_decay() && index == 0 ? since + C - 1 : &kOne;
-        product<float>(wide, kp / L, rows, {d_o, 1, vp}, {queries, kp}, {ds, kp, keep});
+        product<float>(wide, kp / L, rows, {d_o, 1, vp}, {queries, kp}, {ds, kp, keep}, Part::All, &ahead);
     }
 
     void query_gradient(int64_t time, int64_t rows, int64_t output) {
-        scale(dq, C * kp, call.normalize ? 1.0f : static_cast<float>(call.scale));
-        unpack(dq, kp, rows, key_dim, call.d_q, span.batch, time, heads.query(output), 0, output % (heads.o / heads.q) != 0);
+        unpack(dq, kp, rows, key_dim, call.d_q, span.batch, time, heads.query(output), 0, output % (heads.o / heads.q) != 0, scales[0]);
     }
 
     // From dvt, the gradient of βV: those of V and β.
@@ -342,10 +355,15 @@ struct Unit {
             for (int64_t c = 0; c + 1 < chunks; ++c) {
                 const int64_t time = span.begin + start + c * C, rows = least<int64_t>(C, span.begin + stop - time);
                 read(time, rows, head);
+                look_ahead(time + C, least<int64_t>(C, span.begin + stop - time - C), head, c + 2 == chunks);
                 advance(rows, states + c * size, states + (c + 1) * size);
             }
             for (int64_t c = chunks - 1; c >= 0; --c) {
                 const int64_t time = span.begin + start + c * C, rows = least<int64_t>(C, span.begin + stop - time);
+                if (c > 0)
+                    look_ahead(time - C, C, head, true);
+                else
+                    ahead.clear();
                 decay_total += chunk(time, rows, head, states + c * size);
             }
         }
@@ -387,6 +405,10 @@ struct Unit {
 
 int additive_backward(const phistate_additive& call) {
     const Heads heads(call);
+    expect_writes(call, call.d_q, heads.q, call.key_dim);
+    expect_writes(call, call.d_k, heads.k, call.key_dim);
+    expect_writes(call, call.d_v, heads.v, call.value_dim);
+    if (call.decay_kind == PHISTATE_DECAY_VECTOR) expect_writes(call, call.d_decay, heads.s, call.key_dim);
     const int64_t group = sharing(heads), groups = heads.s / group;
     parallel(call.sequences * groups, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {

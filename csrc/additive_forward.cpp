@@ -226,6 +226,7 @@ int additive_forward(const phistate_additive& call) {
         return 0;
     }
     const Heads heads(call);
+    expect_writes(call, call.o, heads.o, call.value_dim);
     const int64_t states = call.sequences * heads.s, threads = phistate::num_threads();
     // Columns of the state do not meet: where states are fewer than threads, each is cut into strips of values.
     // A strip repeats the scores, so none is narrower than two vectors.

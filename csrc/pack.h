@@ -43,20 +43,22 @@ inline void transpose_panel(const float* source, ptrdiff_t ld, int64_t rows, int
         }
 }
 
-// target[r][c] = panel[r][c] (+ target[r][c] when add), converted.
+// target[r][c] = factor·panel[r][c] (+ target[r][c] when add), converted.
 template <class T>
-void unpack_rows(const float* panel, ptrdiff_t ld, int64_t rows, int64_t n, T* target, ptrdiff_t stride, bool add = false) {
+void unpack_rows(const float* panel, ptrdiff_t ld, int64_t rows, int64_t n, T* target, ptrdiff_t stride, bool add = false,
+                 float factor = 1.0f) {
+    const F f = splat(factor);
     const int64_t whole = n / L * L;
     const int tail = static_cast<int>(n - whole);
     for (int64_t r = 0; r < rows; ++r) {
         const float* from = panel + r * ld;
         T* to = target + r * stride;
         if (add) {
-            for (int64_t c = 0; c < whole; c += L) store(to + c, load(from + c) + load(to + c));
-            if (tail) store(to + whole, load(from + whole) + load(to + whole, tail), tail);
+            for (int64_t c = 0; c < whole; c += L) store(to + c, fma(f, load(from + c), load(to + c)));
+            if (tail) store(to + whole, fma(f, load(from + whole), load(to + whole, tail)), tail);
         } else {
-            for (int64_t c = 0; c < whole; c += L) store(to + c, load(from + c));
-            if (tail) store(to + whole, load(from + whole), tail);
+            for (int64_t c = 0; c < whole; c += L) store(to + c, f * load(from + c));
+            if (tail) store(to + whole, f * load(from + whole), tail);
         }
     }
 }

@@ -14,6 +14,10 @@ using Body = void (*)(int64_t begin, int64_t end, void* context);
 void parallel_for(int64_t count, int64_t grain, Body body, void* context);
 int64_t num_threads();
 
+// Asks for huge pages under a large buffer about to be written for the first time: a fresh page of 4 KiB costs a
+// fault and, rows of one head lying pages apart, a miss of the TLB a row. A hint; does nothing where there is none.
+void expect_writes(void* data, int64_t bytes);
+
 // Remembers the text for phistate_last_error; returns -1.
 int fail(const char* text);
 

@@ -38,13 +38,15 @@ struct Right {
     const T* data;
     ptrdiff_t row;
 };
-// C[r] = keep[r·step]·C[r] + gain[r]·(A·B)[r]; keep null: C is only written; gain null: ones.
+// C[r] = keep[r·step]·C[r] + gain[r]·(A·B)[r]; keep null: C is only written; gain null: ones. With `from`, a panel
+// of C's shape, what is kept is from[r].
 struct Out {
     float* data;
     ptrdiff_t row;
     const float* keep = nullptr;
     ptrdiff_t keep_step = 0;
     const float* gain = nullptr;
+    const float* from = nullptr;
 };
 // Static storage inside a namespace per set: what Out::keep points to for a plain sum.
 static const float kOne = 1.0f;
@@ -94,7 +96,7 @@ private:
 // One MR × NR-vector block of C, its sums in registers for the whole of k.
 template <int MR, int NR, class T>
 PHISTATE_INLINE void block(ptrdiff_t k, const T* a, ptrdiff_t a_row, ptrdiff_t a_col, const T* b, ptrdiff_t b_row, float* c,
-                           ptrdiff_t c_row, const float* keep, ptrdiff_t keep_step, const float* gain) {
+                           ptrdiff_t c_row, const float* from, const float* keep, ptrdiff_t keep_step, const float* gain) {
     F sums[MR][NR];
 #pragma GCC unroll 16
     for (int i = 0; i < MR; ++i)
@@ -124,7 +126,7 @@ PHISTATE_INLINE void block(ptrdiff_t k, const T* a, ptrdiff_t a_row, ptrdiff_t a
         if (keep) {
             const F g = splat(keep[i * keep_step]);
 #pragma GCC unroll 16
-            for (int j = 0; j < NR; ++j) sums[i][j] = fma(g, load(row + j * L), sums[i][j]);
+            for (int j = 0; j < NR; ++j) sums[i][j] = fma(g, load(from + i * c_row + j * L), sums[i][j]);
         }
 #pragma GCC unroll 16
         for (int j = 0; j < NR; ++j) store(row + j * L, sums[i][j]);
@@ -149,17 +151,18 @@ __attribute__((noinline)) void column(Part part, ptrdiff_t m, ptrdiff_t first_ve
             const T* pa = a.data + r * a.row + from * a.col;
             const T* pb = b.data + from * b.row;
             float* pc = c.data + r * c.row;
+            const float* from_row = (c.from ? c.from + first_vector * L : c.data) + r * c.row;
             const float* keep = c.keep ? c.keep + r * c.keep_step : nullptr;
             const float* gain = c.gain ? c.gain + r : nullptr;
             if (ahead) ahead->fetch(4 + (to - from) / 8);
             if (rows == kRows)
-                block<kRows, NR>(to - from, pa, a.row, a.col, pb, b.row, pc, c.row, keep, c.keep_step, gain);
+                block<kRows, NR>(to - from, pa, a.row, a.col, pb, b.row, pc, c.row, from_row, keep, c.keep_step, gain);
             else if (rows == 4)
-                block<4, NR>(to - from, pa, a.row, a.col, pb, b.row, pc, c.row, keep, c.keep_step, gain);
+                block<4, NR>(to - from, pa, a.row, a.col, pb, b.row, pc, c.row, from_row, keep, c.keep_step, gain);
             else if (rows == 2)
-                block<2, NR>(to - from, pa, a.row, a.col, pb, b.row, pc, c.row, keep, c.keep_step, gain);
+                block<2, NR>(to - from, pa, a.row, a.col, pb, b.row, pc, c.row, from_row, keep, c.keep_step, gain);
             else
-                block<1, NR>(to - from, pa, a.row, a.col, pb, b.row, pc, c.row, keep, c.keep_step, gain);
+                block<1, NR>(to - from, pa, a.row, a.col, pb, b.row, pc, c.row, from_row, keep, c.keep_step, gain);
         }
         r += rows;
     }

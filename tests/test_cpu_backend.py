@@ -1,25 +1,234 @@
 """The native kernels: the op's invariants on every instruction set, and what only kernels can get wrong."""
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 
 from phistate import linear_attention
 from phistate.ops.backends import native
-from tests.conformance import Conformance
+from phistate.ops.backends.cpu import step_
+from tests.conformance import INPUTS, Conformance, assert_near, gradients, make_case, oracle
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no native library: {native.why_not()}")
 ISAS = native.isas() if native.why_not() is None else []
 
 
-class TestCpuBackend(Conformance):
-    @pytest.fixture(autouse=True, params=ISAS)
-    def instruction_set(self, request):
-        native.force_isa(request.param)
-        yield
-        native.force_isa(None)
+@pytest.fixture(params=ISAS)
+def instruction_set(request):
+    native.force_isa(request.param)
+    yield request.param
+    native.force_isa(None)
 
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.usefixtures("instruction_set")
+class TestCpuBackend(Conformance):
     def attend(self, form, **arguments):
         return linear_attention(**arguments, form=form, backend="cpu", return_state=True)
 
     def variants(self):
         return [("auto", torch.float32), ("auto", torch.bfloat16), ("auto", torch.float16)]
+
+
+def test_exp(instruction_set):
+    x = torch.cat([torch.linspace(-120, 95, 100_003), torch.tensor([-torch.inf, -1e4, -3e38, 0.0, 1e4, torch.nan])])
+    y = torch.empty_like(x)
+    native.library().phistate_probe_exp(x.numel(), x.data_ptr(), y.data_ptr())
+    assert y[-6:-3].tolist() == [0.0, 0.0, 0.0]
+    assert y[-3] == 1.0
+    assert y[-2] == torch.inf
+    assert y[-1].isnan()
+    normal = (x > -87) & (x < 88)
+    want = x[normal].double().exp()
+    assert ((y[normal].double() - want) / want).abs().max() < 2**-23
+
+
+@pytest.mark.parametrize("m", [1, 5, 6, 8, 31])
+@pytest.mark.parametrize("n", [1, 16, 33, 130])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_product(instruction_set, m, n, pairs):
+    a, b, c = torch.randn(m, 37), torch.randn(37, n), torch.empty(m, n)
+    status = native.library().phistate_probe_product(m, n, 37, a.data_ptr(), b.data_ptr(), c.data_ptr(), pairs)
+    if pairs and "bf16" not in instruction_set:
+        assert status != 0
+        return
+    if pairs:
+        a, b = a.bfloat16().float(), b.bfloat16().float()
+    torch.testing.assert_close(c, a @ b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "scalar", "vector"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_past_a_segment(decay, normalize, packed):
+    """Backward starts again from states kept every 512 tokens."""
+    case = make_case(decay, "add", normalize, B=1 if packed else 2, T=1100, heads=(4, 2, 1), K=9, V=17, strong=0.02)
+    more = {"cu_seqlens": torch.tensor([0, 3, 600, 600, 1100])} if packed else {}
+    names = [n for n in INPUTS if case.tensors[n] is not None]
+    given = case.to(torch.float32)
+    wide = given.to(torch.float64)
+    for c in (given, wide):
+        for n in names:
+            c.tensors[n] = c.tensors[n].detach().requires_grad_()
+    got, state = linear_attention(**given.tensors, **given.options, **more, backend="cpu", return_state=True)
+    want, want_state = linear_attention(**wide.tensors, **wide.options, **more, return_state=True)
+    assert_near(got, want, torch.float32, "o")
+    grads = gradients(got, state, [given.tensors[n] for n in names])
+    wants = gradients(want, want_state, [wide.tensors[n] for n in names])
+    for name, a, b in zip(names, grads, wants, strict=True):
+        assert_near(a, b, torch.float32, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "scalar", "vector"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2, 2), (10, 2, 1), (2, 2, 4)], ids=str)
+def test_step_in_place(instruction_set, decay, normalize, heads):
+    case = make_case(decay, "add", normalize, T=7, heads=heads, K=19, V=37).to(torch.float32)
+    want, want_state = oracle(case)
+    states = max(heads[1:])
+    s = torch.zeros(2, states, 19, 37)
+    z = torch.zeros(2, states, 19) if normalize else None
+    rows = []
+    for t in range(7):
+        one = case.time(slice(t, t + 1)).tensors
+        tensors = {name: one[name] for name in ("decay", "beta")}
+        rows.append(step_(one["q"], one["k"], one["v"], s, z, **tensors, scale=19**-0.5))
+    assert_near(torch.cat(rows, 1), want, torch.float32, "o")
+    assert_near(s, want_state.s, torch.float32, "s")
+    if normalize:
+        assert_near(z, want_state.z, torch.float32, "z")
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+@pytest.mark.parametrize("causal", [True, False])
+def test_threads_change_nothing(heads, causal):
+    q, k, v = torch.randn(3, 1, 300, heads, 96).unbind()
+    want = linear_attention(q, k, v, causal=causal, backend="cpu")
+    for threads in (2, 5):
+        torch.set_num_threads(threads)
+        got = linear_attention(q, k, v, causal=causal, backend="cpu")
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_long_sequence():
+    q, k, v = torch.rand(3, 1, 65537, 1, 64).unbind()
+    whole, end = linear_attention(q, k, v, normalize=True, backend="cpu", return_state=True)
+    first, state = linear_attention(q[:, :43884], k[:, :43884], v[:, :43884], normalize=True, return_state=True)
+    rest, state = linear_attention(
+        q[:, 43884:], k[:, 43884:], v[:, 43884:], normalize=True, initial_state=state, return_state=True
+    )
+    torch.testing.assert_close(whole, torch.cat([first, rest], 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(end.s, state.s, rtol=1e-4, atol=1e-4)
+
+
+def test_opcheck():
+    q, k, v = (torch.rand(2, 40, 2, n, requires_grad=True) for n in (8, 8, 6))
+    decay = (-torch.rand(2, 40, 2)).requires_grad_()
+    s, z = torch.rand(2, 2, 8, 6, requires_grad=True), torch.rand(2, 2, 8, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.phistate.additive.default, (q, k, v, decay, None, s, z, None, None, 0.5, True, True, True)
+    )
+    one = [x.detach()[:, :1] for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.phistate.additive_step_.default, (*one, None, None, s.detach(), z.detach(), 0.5))
+
+
+def test_compiles_without_a_break():
+    def loss(q, k, v, decay):
+        return linear_attention(q, k, v, decay=decay, normalize=True, backend="cpu").square().sum()
+
+    tensors = [torch.rand(1, 40, 2, 8).requires_grad_() for _ in range(3)]
+    tensors.append((-torch.rand(1, 40, 2)).requires_grad_())
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*tensors), tensors)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_it_refuses():
+    q = torch.rand(1, 4, 1, 2)
+    with pytest.raises(ValueError, match="float64: the kernels compute in float32"):
+        linear_attention(q.double(), q.double(), q.double(), backend="cpu")
+    with pytest.raises(ValueError, match="the kernels are chunked"):
+        linear_attention(q, q, q, form="parallel", backend="cpu")
+    assert linear_attention(q.double(), q.double(), q.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["x86-64-v9", "armv8" if "portable" in ISAS and "armv8" not in ISAS else "sse"])
+def test_a_set_the_machine_lacks_is_an_error(name):
+    with pytest.raises(ValueError, match=f"PHISTATE_ISA: got {name}"):
+        native.force_isa(name)
+    native.force_isa(None)
+    done = run_python("import phistate.ops.backends.cpu", PHISTATE_ISA=name)
+    assert done.returncode != 0
+    assert f"ValueError: PHISTATE_ISA: got {name}" in done.stderr
+
+
+def test_a_set_is_forced():
+    done = run_python(
+        "from phistate.ops.backends import native; print(native.isa())",
+        PHISTATE_ISA="portable",
+    )
+    assert done.stdout.strip() == "portable"
+
+
+def test_without_the_library_it_says_why(tmp_path):
+    code = """
+        import torch, phistate
+        q = torch.rand(1, 3, 1, 2)
+        phistate.linear_attention(q, q, q)
+        try:
+            phistate.linear_attention(q, q, q, backend="cpu")
+        except ValueError as error:
+            print(error)
+    """
+    done = run_python(code, PHISTATE_LIBRARY=str(tmp_path / "none.so"))
+    assert "the native library is not there" in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+def test_extra_memory():
+    """Forward: the output and at most 8 MiB. Backward: three gradients, the output, and kept states."""
+    code = """
+        import torch
+        from phistate import linear_attention
+
+        def peak():
+            status = open("/proc/self/status").read()
+            return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+        torch.set_num_threads(2)
+        small = torch.ones(1, 1000, 8, 64, requires_grad=True)
+        linear_attention(small, small, small, backend="cpu").sum().backward()
+        q, k, v = (torch.rand(1, 65536, 8, 64) for _ in range(3))
+        size = q.numel() * 4
+        before = peak()
+        o = linear_attention(q, k, v, backend="cpu")
+        print((peak() - before - size) / 2**20)
+        del o
+        d_o = torch.ones_like(q)
+        before = peak()
+        for x in (q, k, v):
+            x.requires_grad_()
+        o = linear_attention(q, k, v, backend="cpu")
+        torch.autograd.grad(o, (q, k, v), d_o)
+        print((peak() - before) / size)
+    """
+    done = run_python(code)
+    forward, both = (float(x) for x in done.stdout.split())
+    assert forward <= 8, done.stderr
+    print(f"\nforward: output + {forward:.1f} MiB; forward + backward: {both:.2f} × q")
+    assert both <= 4.5  # the output, three gradients, a state every 512 tokens

@@ -32,7 +32,7 @@ _SCHEMA = (
 library = torch.library.Library("phistate", "FRAGMENT")
 library.define(f"additive({_SCHEMA}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 library.define(
-    f"additive_backward({_SCHEMA}, Tensor d_o, Tensor d_s, Tensor d_z, Tensor o, Tensor final_s, Tensor final_z, "
+    f"additive_backward({_SCHEMA}, Tensor d_o, Tensor? d_s, Tensor? d_z, Tensor o, Tensor final_s, Tensor final_z, "
     "Tensor checkpoints, Tensor denominators, bool wants_decay, bool wants_beta, bool wants_s, bool wants_z) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -222,8 +222,8 @@ def _additive_backward(
     delta: bool,
     qk_l2norm: bool,
     d_o: Tensor,
-    d_s: Tensor,
-    d_z: Tensor,
+    d_s: Tensor | None,
+    d_z: Tensor | None,
     o: Tensor,
     final_s: Tensor,
     final_z: Tensor,
@@ -238,18 +238,20 @@ def _additive_backward(
     decay = decay if decay is None or decay.ndim < 4 else _dense(decay)
     s = None if s is None else s.contiguous()
     z = None if z is None else z.contiguous()
-    d_s, d_z, final_s, final_z = (x.contiguous() for x in (d_s, d_z, final_s, final_z))
+    d_s = None if d_s is None else d_s.contiguous()
+    d_z = None if d_z is None else d_z.contiguous()
+    final_s, final_z = final_s.contiguous(), final_z.contiguous()
     outputs = _gradients(q, k, v, decay, beta, s, z, cu_seqlens, wants_decay, wants_beta, wants_s, wants_z)
     d_q, d_k, d_v, d_decay, d_beta, d_s0, d_z0 = outputs
     # Heads whose gradient gathers over several states or readers do so in float32.
-    _, _, Ho = _sizes(q, k, v, cu_seqlens)
+    N, Hs, Ho = _sizes(q, k, v, cu_seqlens)
     wide = [
         x.new_empty(x.shape, dtype=torch.float32) if x.shape[2] != Ho and x.dtype != torch.float32 else x
         for x in (d_q, d_k, d_v)
     ]
     d_heads = d_decay
     if wants_decay and decay is not None and decay.ndim == 1:
-        d_heads = d_s.new_empty(final_s.shape[:2])
+        d_heads = q.new_empty(N, Hs, dtype=torch.float32)
     fields = (
         *_head(q, k, v, decay, beta, s, z, mask, cu_seqlens, scale, normalize, causal),
         *_view(o),
@@ -258,8 +260,8 @@ def _additive_backward(
         checkpoints.data_ptr() if checkpoints.numel() else 0,
         denominators.data_ptr() if denominators.numel() else 0,
         *_view(d_o),
-        d_s.data_ptr(),
-        d_z.data_ptr() if normalize else 0,
+        _data(d_s),
+        _data(d_z) if normalize else 0,
         *_view(wide[0]),
         *_view(wide[1]),
         *_view(wide[2]),
@@ -357,17 +359,18 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(q, k, v, decay, beta, s, z, mask, cu_seqlens, *held, checkpoints, denominators)
     ctx.options = options
     ctx.mark_non_differentiable(checkpoints, denominators)
+    ctx.set_materialize_grads(False)  # zeros for the checkpoints' would be as large as they
 
 
-def _backward(ctx: Any, d_o: Tensor, d_s: Tensor, d_z: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, d_o: Tensor | None, d_s: Tensor | None, d_z: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     q, k, v, decay, beta, s, z, mask, cu_seqlens, o, final_s, final_z, checkpoints, denominators = ctx.saved_tensors
     wanted = ctx.needs_input_grad[3:7]
+    if d_o is None:
+        d_o = q.new_zeros(*q.shape[:2], _sizes(q, k, v, cu_seqlens)[2], v.shape[3])
     if o.numel() == 0:
         o = d_o
-    if final_s.numel() == 0:
-        final_s = d_s
-    if final_z.numel() == 0:
-        final_z = d_z
     *gradients, d_decay, d_beta, d_s0, d_z0 = torch.ops.phistate.additive_backward(
         *(q, k, v, decay, beta, s, z, mask, cu_seqlens),
         *ctx.options,
