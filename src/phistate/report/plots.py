@@ -9,7 +9,7 @@ from typing import Any
 
 INK, SOFT, RULE = "#1d2329", "#5c6670", "#e4e7ea"
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 10,
     "text.color": INK,
