@@ -183,6 +183,7 @@ int causal_conv1d(const phistate_conv& call) {
     phistate::Scratch scratch;
     Sequences sequences;
     if (!sequences.init(call.layout, scratch)) return -1;
+    expect_writes(call.y, call.layout.batch, call.layout.time, call.channels);
     with_width(call.width, [&](auto width) { run<decltype(width)::count>(call, sequences); });
     return 0;
 }

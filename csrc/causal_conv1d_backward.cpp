@@ -121,6 +121,7 @@ int causal_conv1d_backward(const phistate_conv& call) {
     phistate::Scratch scratch;
     Sequences sequences;
     if (!sequences.init(call.layout, scratch)) return -1;
+    expect_writes(call.d_x, call.layout.batch, call.layout.time, call.channels);
     // Sequences follow one another within a task: what a channel sums over all of them then needs no second pass.
     parallel((call.channels + kChannels - 1) / kChannels, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)

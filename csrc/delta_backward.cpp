@@ -44,6 +44,7 @@ struct Backward {
     ptrdiff_t keep_step;
     Rates rates;
     Tokens<C> tokens;
+    Ahead ahead;
     // A segment's states and writes, strip after strip.
     float *states, *found;
     // Gradients.
@@ -89,6 +90,21 @@ struct Backward {
     bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
     int64_t state_size() const { return strips * kp * kStrip; }
     float* found_strip(int64_t chunk, int64_t j) const { return found + (chunk * strips + j) * C * kStrip; }
+
+    // What a neighbouring chunk reads first, to be fetched during this one.
+    void look_ahead(const Span& span, int64_t time, int64_t rows, int64_t head, bool recomputed) {
+        ahead.clear();
+        if (rows == 0) return;
+        foresee(ahead, call.k, span.batch, time, heads.key(head), rows, 0, key_dim);
+        if (vector()) foresee(ahead, call.decay, span.batch, time, head, rows, 0, key_dim);
+        if (recomputed) {
+            foresee(ahead, call.v, span.batch, time, heads.value(head), rows, 0, call.value_dim);
+            return;
+        }
+        foresee(ahead, call.q, span.batch, time, heads.query(head * readers), rows, 0, key_dim);
+        foresee(ahead, call.d_o, span.batch, time, head * readers, rows, 0, call.value_dim);
+        if (call.d_v.data) foresee(ahead, call.d_v, span.batch, time, heads.value(head), rows, 0, call.value_dim);
+    }
 
     // Keys and decays of a chunk: a = A, folded = −A diag β, and the keys that read and write the state.
     void prepare(const Span& span, int64_t time, int64_t rows, int64_t head) {
@@ -188,7 +204,6 @@ struct Backward {
     void recompute(const Span& span, int64_t time, int64_t rows, int64_t head, int64_t chunk, bool another) {
         prepare(span, time, rows, head);
         float* state = states + chunk * state_size();
-        if (another) memcpy(state + state_size(), state, state_size() * sizeof(float));
         for (int64_t j = 0; j < strips; ++j) {
             const int64_t n = columns.width_vectors(j);
             float* w = found_strip(chunk, j);
@@ -196,12 +211,13 @@ struct Backward {
             pack_values(call.v, span.batch, time, heads.value(head), rows, columns, j, tokens.mask, w);
             float minus[C];
             for (float& x : minus) x = -1.0f;
-            product<float>(rows, n, key_dim, {read_keys, kp, 1}, {s, kStrip}, {w, kStrip, &kOne, 0, minus});
+            product<float>(rows, n, key_dim, {read_keys, kp, 1}, {s, kStrip}, {w, kStrip, &kOne, 0, minus},
+                           Part::All, &ahead);
             solve_down(rows, n, folded, w);
             if (!another) continue;
             write(w);
             product<float>(key_dim, n, rows, {write_keys, 1, kp}, {written, kStrip},
-                           {state + state_size() + j * kp * kStrip, kStrip, keep, keep_step});
+                           {state + state_size() + j * kp * kStrip, kStrip, keep, keep_step, nullptr, s}, Part::All, &ahead);
         }
     }
 
@@ -240,7 +256,7 @@ struct Backward {
             write(w);
             read_gradient(span, time, rows, head, j);
             memset(d_value, 0, C * kStrip * sizeof(float));
-            product<float>(rows, n, key_dim, {write_keys, kp, 1}, {d_s, kStrip}, {d_value, kStrip});
+            product<float>(rows, n, key_dim, {write_keys, kp, 1}, {d_s, kStrip}, {d_value, kStrip}, Part::All, &ahead);
             for (int64_t i = 0; i < readers; ++i)
                 product<float>(rows, n, rows, {p + i * C * C, 1, C}, {d_out + i * C * kStrip, kStrip}, {d_value, kStrip, &kOne}, Part::UpperIn);
             solve_up(rows, n, unfolded, d_value);
@@ -262,9 +278,10 @@ struct Backward {
             for (int64_t i = 0; i < readers; ++i)
                 product<float>(rows, C / L, features, {d_out + i * C * kStrip, kStrip, 1}, {transposed, C}, {d_p + i * C * C, C, first});
 
-            product<float>(key_dim, n, rows, {read_keys, 1, kp}, {d_value, kStrip}, {d_s, kStrip, keep, keep_step});
+            product<float>(key_dim, n, rows, {read_keys, 1, kp}, {d_value, kStrip}, {d_s, kStrip, keep, keep_step}, Part::All, &ahead);
             for (int64_t i = 0; i < readers; ++i)
-                product<float>(key_dim, n, rows, {read_queries + i * C * kp, 1, kp}, {d_out + i * C * kStrip, kStrip}, {d_s, kStrip, &kOne});
+                product<float>(key_dim, n, rows, {read_queries + i * C * kp, 1, kp}, {d_out + i * C * kStrip, kStrip}, {d_s, kStrip, &kOne},
+                               Part::All, &ahead);
         }
         inside_chunk(rows);
         if (call.d_beta.data)
@@ -411,8 +428,16 @@ struct Backward {
             }
             load_state(s, z, key_dim, call.value_dim, columns, kp, states);
             const int64_t begin = span.begin + start, end = least(begin + PHISTATE_SEGMENT, span.end), chunks = (end - begin + C - 1) / C;
-            for (int64_t i = 0; i < chunks; ++i) recompute(span, begin + i * C, least<int64_t>(C, end - begin - i * C), head, i, i + 1 < chunks);
-            for (int64_t i = chunks - 1; i >= 0; --i) backward(span, begin + i * C, least<int64_t>(C, end - begin - i * C), head, i, &d_decay);
+            for (int64_t i = 0; i < chunks; ++i) {
+                const int64_t time = begin + i * C;
+                look_ahead(span, time + C, most<int64_t>(0, least<int64_t>(C, end - time - C)), head, true);
+                recompute(span, time, least<int64_t>(C, end - time), head, i, i + 1 < chunks);
+            }
+            for (int64_t i = chunks - 1; i >= 0; --i) {
+                const int64_t time = begin + i * C;
+                look_ahead(span, time - C, i > 0 ? C : 0, head, false);
+                backward(span, time, least<int64_t>(C, end - time), head, i, &d_decay);
+            }
         }
         if (call.decay_kind == PHISTATE_DECAY_HEAD && call.d_decay.data) static_cast<float*>(call.d_decay.data)[at] = d_decay;
         save_state(d_state, key_dim, call.value_dim, columns, kp, call.d_s0 ? call.d_s0 + at * size : nullptr,
@@ -429,6 +454,9 @@ inline int64_t common_divisor(int64_t a, int64_t b) { return b == 0 ? a : common
 int delta_backward(const phistate_additive& call) {
     const Heads heads(call);
     const int64_t groups = common_divisor(common_divisor(heads.q, heads.k), heads.v), share = heads.s / groups;
+    expect_writes(call, call.d_q, heads.q, call.key_dim);
+    expect_writes(call, call.d_k, heads.k, call.key_dim);
+    expect_writes(call, call.d_v, heads.v, call.value_dim);
     parallel(call.sequences * groups, 1, [&](int64_t begin, int64_t end) {
         Backward backward(call);
         for (int64_t i = begin * share; i < end * share; ++i) backward.run_head(i / heads.s, i % heads.s);

@@ -220,6 +220,7 @@ int delta_forward(const phistate_additive& call) {
         return 0;
     }
     const Heads heads(call);
+    expect_writes(call, call.o, heads.o, call.value_dim);
     const int64_t threads = phistate::num_threads(), share = heads.s / heads.k;
     int64_t together = 1;
     if (call.decay_kind != PHISTATE_DECAY_VECTOR)

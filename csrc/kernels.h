@@ -6,17 +6,19 @@
 #include "phistate.h"
 
 // name, structure: int phistate_<name>(const structure*)
-#define PHISTATE_KERNELS(X)                            \
-    X(additive_forward, phistate_additive)             \
-    X(additive_backward, phistate_additive)            \
-    X(delta_forward, phistate_additive)                \
-    X(delta_backward, phistate_additive)               \
+#define PHISTATE_MATRIX_KERNELS(X)         \
+    X(additive_forward, phistate_additive)  \
+    X(additive_backward, phistate_additive) \
+    X(delta_forward, phistate_additive)     \
+    X(delta_backward, phistate_additive)
+#define PHISTATE_VECTOR_KERNELS(X)                     \
     X(selective_scan, phistate_selective)              \
     X(selective_scan_backward, phistate_selective)     \
     X(selective_scan_step, phistate_selective_step)    \
     X(causal_conv1d, phistate_conv)                    \
     X(causal_conv1d_backward, phistate_conv)           \
     X(causal_conv1d_step, phistate_conv_step)
+#define PHISTATE_KERNELS(X) PHISTATE_MATRIX_KERNELS(X) PHISTATE_VECTOR_KERNELS(X)
 
 namespace phistate {
 

@@ -115,6 +115,7 @@ int selective_scan(const phistate_selective& call) {
     phistate::Scratch scratch;
     Sequences sequences;
     if (!sequences.init(call.layout, scratch)) return -1;
+    expect_writes(call.y, call.layout.batch, call.layout.time, call.channels);
     const Grid grid(call);
     // Eight units share one reading of B and C; fewer where threads would stay idle.
     const int64_t pairs = call.layout.sequences * call.groups, wanted = 4 * phistate::num_threads();

@@ -235,6 +235,9 @@ int selective_scan_backward(const phistate_selective& call) {
     phistate::Scratch scratch;
     Sequences sequences;
     if (!sequences.init(call.layout, scratch)) return -1;
+    expect_writes(call.d_x, call.layout.batch, call.layout.time, call.channels);
+    expect_writes(call.d_delta, call.layout.batch, call.layout.time, call.channels);
+    expect_writes(call.d_z, call.layout.batch, call.layout.time, call.channels);
     // Sequences follow one another within a task: what a channel sums over all of them then needs no second pass.
     parallel(call.groups * call.parts, 1, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {

@@ -117,6 +117,12 @@ __attribute__((noinline)) inline void write_tile(const float* tile, ptrdiff_t ld
     });
 }
 
+// Says that a dense output [batch, time, channels] is about to be written.
+inline void expect_writes(const phistate_series& s, int64_t batch, int64_t time, int64_t channels) {
+    const int64_t bytes = s.dtype == PHISTATE_F32 ? 4 : 2;
+    if (s.data) phistate::expect_writes(s.data, batch * time * channels * bytes);
+}
+
 // A dense [channels, n] matrix as a tile [n][channels], and back.
 inline void read_columns(const float* p, int64_t n, int64_t channels, float* tile) {
     read_rows(p, 1, n, Steps{nullptr, 0}, n, channels, tile, L);

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from phistate.bench.families import FAMILIES, Size, family_config
 from phistate.bench.model import compare, load_config
 
-TINY = Size(layers=2, width=32, head=16, state=8, vocab=64)
+TINY = Size(layers=3, width=32, head=16, state=8, vocab=64)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba", "recurrent_gemma", "minimax"])

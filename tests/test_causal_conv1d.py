@@ -256,10 +256,10 @@ class TestOperator:
 
     def test_compiles_whole(self):
         case = differentiable(to(make(1, 40, 20), torch.float32))
-        mask = torch.rand(1, 40) > 0.2
+        mask, cu_seqlens = torch.rand(1, 40) > 0.2, torch.tensor([0, 40])
 
         def call(arguments):
-            y, state = run(arguments, "auto", mask=mask)
+            y, state = run(arguments, "auto", mask=mask, cu_seqlens=cu_seqlens)
             return y.sin(), state
 
         want = grads_of(case, *call(case))

@@ -5,6 +5,7 @@ import torch
 
 import phistate
 from phistate import linear_attention
+from tests.conformance import EVERY_MIXER, make_case
 
 Q = torch.rand(2, 6, 4, 8)
 K = torch.rand(2, 6, 2, 8)
@@ -317,3 +318,37 @@ class TestState:
         good = {"s": torch.zeros(2, 3, 4, 5), "tokens": torch.zeros(2, dtype=torch.int64)}
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got"):
             phistate.State(**{**good, **wrong})
+
+
+class TestStep:
+    @pytest.mark.parametrize("backend", ["auto", "torch"])
+    @pytest.mark.parametrize(("decay", "write", "normalize"), EVERY_MIXER)
+    def test_is_the_op_in_place(self, decay, write, normalize, backend):
+        case = make_case(decay, write, normalize, T=6, heads=(4, 2, 2)).to(torch.float32)
+        want, whole = linear_attention(**case.tensors, **case.options, backend=backend, return_state=True)
+        _, state = linear_attention(
+            **case.time(slice(0, 2)).tensors, **case.options, backend=backend, return_state=True
+        )
+        options = {n: x for n, x in case.options.items() if n != "normalize"}
+        place = state.s.data_ptr()
+        outputs = [
+            phistate.linear_attention_step_(state, **case.time(slice(t, t + 1)).tensors, **options, backend=backend)
+            for t in range(2, 6)
+        ]
+        assert state.s.data_ptr() == place
+        assert state.tokens.tolist() == [6, 6]
+        torch.testing.assert_close(torch.cat(outputs, 1), want[:, 2:], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state.s, whole.s, rtol=1e-4, atol=1e-5)
+
+    def test_what_it_refuses(self):
+        _, state = linear_attention(Q, K, V, return_state=True)
+        with pytest.raises(ValueError, match="q: got 6 tokens; takes one"):
+            phistate.linear_attention_step_(state, Q, K, V)
+        with pytest.raises(ValueError, match="gradient"):
+            phistate.linear_attention_step_(state, Q[:, :1].clone().requires_grad_(), K[:, :1], V[:, :1])
+        with pytest.raises(TypeError, match="state: got Tensor"):
+            phistate.linear_attention_step_(state.s, Q[:, :1], K[:, :1], V[:, :1])
+        phi = phistate.feature_map("favor+", head_dim=8, num_features=8)
+        _, mapped = linear_attention(Q, K, V, feature_map=phi, return_state=True)
+        with pytest.raises(ValueError, match="initial_state: got a state made with the feature map"):
+            phistate.linear_attention_step_(mapped, Q[:, :1], K[:, :1], V[:, :1])

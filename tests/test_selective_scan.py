@@ -283,10 +283,10 @@ class TestOperator:
 
     def test_compiles_whole(self):
         case = differentiable(rounded(make(1, 40, 20, 4), torch.float32))
-        mask = torch.rand(1, 40) > 0.2
+        mask, cu_seqlens = torch.rand(1, 40) > 0.2, torch.tensor([0, 40])
 
         def call(arguments):
-            y, h = run(arguments, "auto", delta_softplus=True, mask=mask)
+            y, h = run(arguments, "auto", delta_softplus=True, mask=mask, cu_seqlens=cu_seqlens)
             return y.sin(), h
 
         want = grads_of(case, *call(case))

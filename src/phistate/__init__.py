@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from phistate.ops.causal_conv1d import causal_conv1d as causal_conv1d
     from phistate.ops.causal_conv1d import causal_conv1d_step_ as causal_conv1d_step_
     from phistate.ops.linear_attention import linear_attention as linear_attention
+    from phistate.ops.linear_attention import linear_attention_step_ as linear_attention_step_
     from phistate.ops.mamba2 import mamba2_scan as mamba2_scan
     from phistate.ops.mamba2 import mamba2_step_ as mamba2_step_
     from phistate.ops.selective_scan import selective_scan as selective_scan
@@ -35,6 +36,7 @@ _HOME = {
     "causal_conv1d": "phistate.ops.causal_conv1d",
     "causal_conv1d_step_": "phistate.ops.causal_conv1d",
     "linear_attention": "phistate.ops.linear_attention",
+    "linear_attention_step_": "phistate.ops.linear_attention",
     "mamba2_scan": "phistate.ops.mamba2",
     "mamba2_step_": "phistate.ops.mamba2",
     "selective_scan": "phistate.ops.selective_scan",

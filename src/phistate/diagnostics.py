@@ -84,7 +84,7 @@ class Comparison:
     output_error: Tensor
     """‖ô − o‖ / ‖o‖, with ô − o = Σ_j p_j (ε_j − δ)(v_j − o)/(1 + δ)."""
     total_variation: Tensor
-    """TV(p, p̂) = ½ Σ_j |p̂_j − p_j| = ½ Σ_j p_j |ε_j − δ| / |1 + δ|."""
+    """``TV(p, p̂) = ½ Σ_j |p̂_j − p_j| = ½ Σ_j p_j |ε_j − δ| / |1 + δ|``."""
     kl: Tensor
     """KL(p‖p̂) = log(1 + δ) − Σ_j p_j log(1 + ε_j), in nats; inf where a key that softmax gives weight (p_j
     > 0) is given none or negative weight by the candidate (p̂_j ≤ 0)."""
@@ -96,7 +96,7 @@ class Comparison:
     negative_share: Tensor
     """The share of visible keys whose weight κ̂_j is negative."""
     denominator_ratio: Tensor
-    """Σ_j κ̂_j / Σ_j |κ̂_j|: 1 for a positive kernel; near or below 0, the normaliser has cancelled. 0 where
+    """``Σ_j κ̂_j / Σ_j |κ̂_j|``: 1 for a positive kernel; near or below 0, the normaliser has cancelled. 0 where
     all are 0."""
     output_error_norm: Tensor
     """‖ô − o‖: what ``output_error`` divides by ``output_norm``."""
@@ -105,9 +105,9 @@ class Comparison:
 
     @property
     def relative_spread(self) -> Tensor:
-        """sd_p(ε)/|1 + δ| = √(χ²(p̂, p)): the spread that a common factor of κ̂ leaves alone.
+        """``sd_p(ε)/|1 + δ| = √(χ²(p̂, p))``: the spread that a common factor of κ̂ leaves alone.
 
-        By Cauchy–Schwarz, ‖ô − o‖ ≤ sd_p(ε)/|1 + δ| · √(Σ_j p_j ‖v_j − o‖²).
+        By Cauchy–Schwarz, ``‖ô − o‖ ≤ sd_p(ε)/|1 + δ| · √(Σ_j p_j ‖v_j − o‖²)``.
         """
         return self.spread / (1 + self.delta).abs()
 

@@ -108,7 +108,7 @@ class ReBased(FeatureMap):
         gain = (self.query_gain if query else self.key_gain).to(x.dtype)
         shift = (self.query_shift if query else self.key_shift).to(x.dtype)
         normal = layer_norm(x, (self.head_dim,), gain, shift, self.eps)
-        return self.monomials(normal)[-1] * math.sqrt(2)
+        return self.monomials(normal * 2**0.25, least=2)
 
     def extra_repr(self) -> str:
         """The base's settings and eps."""

@@ -48,8 +48,8 @@ class Polynomial(FeatureMap):
         return math.comb(self.head_dim + self.p - 1, self.p)
 
     def features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
-        """√p! times the weighted monomials of degree p."""
-        return self.monomials(x)[-1] * math.sqrt(math.factorial(self.p))
+        """√p! times the weighted monomials of degree p, the factor shared out among the p variables of each."""
+        return self.monomials(x * math.factorial(self.p) ** (0.5 / self.p), least=self.p)
 
     def extra_repr(self) -> str:
         """The base's settings and p."""
@@ -96,7 +96,7 @@ class Taylor(FeatureMap):
 
     def features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
         """1 and the weighted monomials of degree 1 to N."""
-        return torch.cat([x.new_ones(*x.shape[:-1], 1), *self.monomials(x)], -1)
+        return self.monomials(x, least=0)
 
     def extra_repr(self) -> str:
         """The base's settings and the order."""
@@ -104,11 +104,12 @@ class Taylor(FeatureMap):
 
 
 class Monomials(nn.Module):
-    """Weighted monomials (∏ α_i!)^-½ ∏ x_i^{α_i}, one tensor for each degree 1 to ``degree``.
+    """Weighted monomials (∏ α_i!)^-½ ∏ x_i^{α_i}, degree by degree, each once.
 
-    A monomial of degree n is one of degree n−1 (its parent) times x_j, where j is its largest index. They are
-    kept in order of j, so that the parents of the block j are the first C(j+n−1, n−1) monomials of degree
-    n−1: the block is a slice times a column.
+    A monomial of degree n is one of degree n−1 (its parent) times x_j, where j is its largest index. They are kept in
+    order of j, so that the parents of the block j are the first C(j+n−1, n−1) monomials of degree n−1: the block is a
+    slice times a column. The parents that end in x_j themselves are the slice's tail; only there does ∏ α_i! grow, by
+    the new exponent of x_j.
 
     Args:
         dim: D, how many variables.
@@ -122,31 +123,48 @@ class Monomials(nn.Module):
         last = torch.arange(dim)  # each monomial's largest index
         run = torch.ones(dim, dtype=torch.int64)  # and that index's exponent
         for n in range(2, degree + 1):
-            sizes = [math.comb(j + n - 1, n - 1) for j in range(dim)]
+            sizes = [_prefix(j, n - 1) for j in range(dim)]
             parent = torch.cat([torch.arange(size) for size in sizes])
             factor = torch.arange(dim).repeat_interleave(torch.tensor(sizes))
+            # The tables follow from D and the degree, so they are no part of the state dict.
+            self.register_buffer(f"last_{n}", last, persistent=False)
+            self.register_buffer(f"run_{n}", run, persistent=False)
             run = torch.where(last[parent] == factor, run[parent] + 1, 1)
             last = factor
-            # The tables follow from D and the degree, so they are no part of the state dict.
             self.register_buffer(f"parent_{n}", parent, persistent=False)
             self.register_buffer(f"factor_{n}", factor, persistent=False)
-            self.register_buffer(f"run_{n}", run, persistent=False)
+            self.register_buffer(f"exponent_{n}", run, persistent=False)
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        """``[...,D]`` to one ``[...,C(D+n−1,n)]`` for each degree n."""
+    def forward(self, x: Tensor, *, least: int) -> Tensor:
+        """``[...,D]`` to the monomials of degree ``least`` (≥ 0) to ``degree``, in order of degree: ``[...,F]``."""
+        pieces = [x.new_ones(*x.shape[:-1], 1)] if least == 0 else []
         sliced = x.device.type == "cpu" and x.shape[:-1].numel() >= _SLICE_FROM
-        raised = [x]
-        for n in range(2, self.degree + 1):
-            product = self._by_slices(raised[-1], x, n) if sliced else self._by_gather(raised[-1], x, n)
-            # ∏ α_i! grows by the new exponent of x_j. In place: neither twin needs its product again.
-            raised.append(product.mul_(self.get_buffer(f"run_{n}").to(x.dtype).rsqrt()))
-        return raised
+        parts = [x]
+        for n in range(1, self.degree + 1):
+            if n > 1:
+                lower = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+                parts = self._by_slices(lower, x, n) if sliced else [self._by_gather(lower, x, n)]
+            if n >= least:
+                pieces += parts
+        return torch.cat(pieces, -1)
 
-    def _by_slices(self, lower: Tensor, x: Tensor, n: int) -> Tensor:
-        sizes = (math.comb(j + n - 1, n - 1) for j in range(self.dim))
-        return torch.cat([lower[..., :size] * x[..., j : j + 1] for j, size in enumerate(sizes)], -1)
+    def _by_slices(self, lower: Tensor, x: Tensor, n: int) -> list[Tensor]:
+        """Degree n in pieces, not yet joined: a copy of the largest degree is what this costs most of."""
+        tails = lower * x[..., self.get_buffer(f"last_{n}")]
+        tails = tails * (self.get_buffer(f"run_{n}") + 1).to(x.dtype).rsqrt()
+        parts = []
+        for j in range(self.dim):
+            start, stop = _prefix(j - 1, n - 1), _prefix(j, n - 1)
+            parts += [lower[..., :start] * x[..., j : j + 1], tails[..., start:stop]]
+        return parts
 
     def _by_gather(self, lower: Tensor, x: Tensor, n: int) -> Tensor:
         parent, factor = self.get_buffer(f"parent_{n}"), self.get_buffer(f"factor_{n}")
         shape = (*x.shape[:-1], len(parent))
-        return lower.gather(-1, parent.expand(shape)) * x.gather(-1, factor.expand(shape))
+        weight = self.get_buffer(f"exponent_{n}").to(x.dtype).rsqrt()
+        return lower.gather(-1, parent.expand(shape)) * x.gather(-1, factor.expand(shape)) * weight
+
+
+def _prefix(j: int, degree: int) -> int:
+    """How many monomials of ``degree`` have no index above j."""
+    return math.comb(j + degree, degree) if j >= 0 else 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -61,8 +59,8 @@ class PolySketch(RandomFeatureMap):
     def features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
         """√2 times the weighted monomials of degree 2 of the sketch."""
         first, second = (x @ self.directions.to(x.dtype).mT).chunk(2, -1)
-        sketch = first * second * self.sketch_size**-0.5
-        return self.monomials(sketch)[-1] * math.sqrt(2)
+        sketch = first * second * (2**0.25 * self.sketch_size**-0.5)
+        return self.monomials(sketch, least=2)
 
     def relative_bias(self, x: Tensor, y: Tensor) -> Tensor:
         """E κ̂(x, y) / (x·y)⁴ − 1 over the draw, in float64; x and y as for ``relative_variance``."""

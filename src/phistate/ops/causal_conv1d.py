@@ -101,7 +101,8 @@ def causal_conv1d(
     """
     _check(x, weight, bias, activation)
     check_mask(mask, x)
-    bounds = None if torch.compiler.is_compiling() else sequence_bounds(cu_seqlens, x)
+    if not torch.compiler.is_compiling():  # the kernels check offsets too, and a trace cannot read values
+        sequence_bounds(cu_seqlens, x)
     if initial_state is not None:
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         check_side_input("initial_state", initial_state, x, [(rows, x.shape[2], weight.shape[1] - 1)])
@@ -110,7 +111,9 @@ def causal_conv1d(
     if use_native(backend, cpu.reasons_against(x)):
         y, state = cpu.convolve(x, weight, bias, activation == "silu", initial_state, mask, cu_seqlens)
     else:
-        y, state = _reference(x, weight, bias, activation == "silu", initial_state, mask, bounds)
+        y, state = _reference(
+            x, weight, bias, activation == "silu", initial_state, mask, sequence_bounds(cu_seqlens, x)
+        )
     return (y, state) if return_state else y
 
 

@@ -15,6 +15,7 @@ from phistate.ops.checks import (
     check_heads,
     check_layout,
     check_mask,
+    check_no_gradient,
     check_side_input,
     sequence_bounds,
 )
@@ -160,8 +161,7 @@ def linear_attention(
     features = D if feature_map is None else feature_map.num_features
     check_side_input("decay", decay, q, [(heads,), (B, T, heads), (B, T, heads, features)])
     check_side_input("beta", beta, q, [(B, T, heads)])
-    if decay is not None and not torch.compiler.is_compiling() and not bool((decay <= 0).all()):
-        raise ValueError(f"decay: got a maximum of {decay.max().item():.6g}; takes log-space values ≤ 0")
+    _check_decay(decay)
     if not causal and (write != "add" or decay is not None):
         got = f"write={write!r}" if write != "add" else "a decay"
         raise ValueError(f"causal: got False with {got}; takes additive writes without decay when not causal")
@@ -214,6 +214,12 @@ def linear_attention(
     )
 
 
+def _check_decay(decay: Tensor | None) -> None:
+    # A trace for the compiler cannot look at values.
+    if decay is not None and not torch.compiler.is_compiling() and not bool((decay <= 0).all()):
+        raise ValueError(f"decay: got a maximum of {decay.max().item():.6g}; takes log-space values ≤ 0")
+
+
 def _check_state(
     state: State, shape: tuple[int, ...], q: Tensor, normalize: bool, feature_map: FeatureMap | None
 ) -> None:
@@ -262,3 +268,82 @@ def _tokens(q: Tensor, mask: Tensor | None, bounds: list[int] | None, state: Sta
         count = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask[0].cumsum(0)])
         seen = count[torch.tensor(bounds, device=q.device)].diff()
     return seen if state is None else state.tokens + seen
+
+
+def linear_attention_step_(
+    state: State,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    write: str = "add",
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """One token of :func:`linear_attention`, the state updated in place: the decode step. Records no gradient.
+
+    Args:
+        state: of features without a map; its s, z and tokens are overwritten. Normalised where it has a z.
+        q: ``[B,1,Hq,K]``.
+        k: ``[B,1,Hk,K]``.
+        v: ``[B,1,Hv,V]``.
+        decay: ``[Hs]``, ``[B,1,Hs]`` or ``[B,1,Hs,K]``.
+        beta: ``[B,1,Hs]``.
+        write: as there.
+        scale: as there.
+        qk_l2norm: as there.
+        backend: as there.
+
+    Returns:
+        ``[B,1,max(Hq,Hs),V]`` in q's dtype.
+
+    Raises:
+        ValueError: shapes or choices that do not fit, more than one token, a state made with a feature map, or inputs
+            whose gradient would be lost.
+        TypeError: a wrong type or dtype.
+
+    >>> import torch, phistate
+    >>> q, k, v = torch.rand(3, 1, 1, 2, 4).unbind()
+    >>> state = phistate.State(s=torch.zeros(1, 2, 4, 4), tokens=torch.zeros(1, dtype=torch.int64))
+    >>> o = phistate.linear_attention_step_(state, q, k, v)
+    >>> torch.allclose(state.s, k[0, 0].unsqueeze(-1) * v[0, 0].unsqueeze(-2)), state.tokens.item()
+    (True, 1)
+    """
+    check_layout(q=q, k=k, v=v)
+    if q.shape[1] != 1:
+        raise ValueError(f"q: got {q.shape[1]} tokens; takes one, [B,1,Hq,K]")
+    if not isinstance(state, State):
+        raise TypeError(f"state: got {type(state).__name__}; takes a phistate.State")
+    check_no_gradient(q, k, v, decay, beta, state.s, state.z)
+    check_heads(q, k, v)
+    heads, features = max(k.shape[2], v.shape[2]), q.shape[3]
+    check_choice("write", write, ("add", "delta"))
+    check_side_input("decay", decay, q, [(heads,), (q.shape[0], 1, heads), (q.shape[0], 1, heads, features)])
+    check_side_input("beta", beta, q, [(q.shape[0], 1, heads)])
+    _check_decay(decay)
+    normalize = state.z is not None
+    _check_state(state, (q.shape[0], heads, features, v.shape[3]), q, normalize, None)
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        decay=decay,
+        beta=beta,
+        write=write,
+        normalize=normalize,
+        scale=features**-0.5 if scale is None else float(scale),
+        causal=True,
+        qk_l2norm=qk_l2norm,
+        s=state.s,
+        z=state.z,
+        mask=None,
+        cu_seqlens=None,
+        form="auto",
+    )
+    with torch.no_grad():
+        o = choose(call, backend).step_(call)
+    state.tokens.add_(1)
+    return o

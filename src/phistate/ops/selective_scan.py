@@ -121,7 +121,8 @@ def selective_scan(
     """
     _check(x, delta, A, B, C, D, z, delta_bias)
     check_mask(mask, x)
-    bounds = None if torch.compiler.is_compiling() else sequence_bounds(cu_seqlens, x)
+    if not torch.compiler.is_compiling():  # the kernels check offsets too, and a trace cannot read values
+        sequence_bounds(cu_seqlens, x)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if initial_state is not None:
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -131,7 +132,9 @@ def selective_scan(
     if use_native(backend, cpu.reasons_against(x)):
         y, h = cpu.scan(x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, cu_seqlens)
     else:
-        y, h = _reference(x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, bounds)
+        y, h = _reference(
+            x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, sequence_bounds(cu_seqlens, x)
+        )
     return (y, h) if return_state else y
 
 

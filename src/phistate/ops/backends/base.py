@@ -80,3 +80,7 @@ class Backend(Protocol):
     def run(self, call: Call) -> Result:
         """Compute a call that there are no reasons against."""
         ...
+
+    def step_(self, call: Call) -> Tensor:
+        """Compute a call of one token and leave its state in the tensors ``call.s`` and ``call.z``."""
+        ...

@@ -67,6 +67,26 @@ class CpuBackend:
         )
         return Result(o, s, z if call.normalize else None, log_scale)
 
+    def step_(self, call: Call) -> Tensor:
+        """See :class:`~phistate.ops.backends.base.Backend`."""
+        held = [x for x in (call.s, call.z) if x is not None]
+        dense = [x.contiguous() for x in held]
+        o = step_(
+            call.q,
+            call.k,
+            call.v,
+            *dense,
+            decay=call.decay,
+            beta=call.beta,
+            scale=call.scale,
+            write=call.write,
+            qk_l2norm=call.qk_l2norm,
+        )
+        for x, y in zip(held, dense, strict=True):
+            if x is not y:
+                x.copy_(y)
+        return o
+
 
 def step_(
     q: Tensor,

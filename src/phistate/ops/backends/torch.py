@@ -58,6 +58,14 @@ class TorchBackend:
         o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
         return Result(o.to(call.v.dtype), S, z)
 
+    def step_(self, call: Call) -> Tensor:
+        """See :class:`~phistate.ops.backends.base.Backend`."""
+        o, s, z, _ = self.run(call)
+        for held, after in ((call.s, s), (call.z, z)):
+            if held is not None and after is not None:
+                held.copy_(after)
+        return o
+
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator, with a zero row where the denominator is exactly zero."""
