@@ -131,7 +131,7 @@ def test_a_missing_peer_is_a_row_that_says_why(monkeypatch):
     peers = ("onnxruntime", "zentorch", "transformers")
     rows = list(runner.run(Case("tiny", work, tuple(map(Against, peers))), 1, LIMITS, seconds=0.0))
     for peer, row in zip(peers, rows, strict=True):
-        assert peer in row.missing
+        assert peer.removesuffix("runtime") in row.missing  # onnx is looked for before onnxruntime
         assert row.ratio is None
 
 

@@ -105,7 +105,9 @@ def test_what_theory_says_of_the_maps(found):
     sharp = {p.name: p.figures for p in found.over_logits if p.logit_std == 2.0}
     for name in ("uniform", "taylor", "favor+"):
         assert flat[name].relative_spread < sharp[name].relative_spread
-    assert flat["taylor"].error < 1e-3 < flat["uniform"].error
+    # ε is the series' remainder, x³/6: its spread at τ = 0.1 is about 0.1³·√15/6.
+    assert flat["taylor"].relative_spread < 1e-3
+    assert flat["taylor"].error < 0.1 * flat["uniform"].error
     few, many = (
         next(p.figures.relative_spread for p in found.over_features if p.name == "oprf" and p.budget == budget)
         for budget in (4, 64)
