@@ -1,2 +1,0 @@
-# Empty dependencies file for phistate_portable.
-# This may be replaced when dependencies are built.

@@ -1,2 +1,0 @@
-# Empty compiler generated dependencies file for phistate_x86_v4.
-# This may be replaced when dependencies are built.
