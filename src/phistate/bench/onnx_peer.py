@@ -53,7 +53,7 @@ def _linear(work: Linear, inputs: Inputs, scale: float, threads: int, note: str 
         o = outputs["o"].unflatten(-1, (work.heads, work.V)).clone()
         return (o, outputs["present"].clone()) if work.state else (o,)
 
-    return Ready(session.run, read, note=_also(note, "float32"))
+    return Ready(session.run, read, note=_also(note, "the peer computes in float32"))
 
 
 def _mamba2(work: Mamba2, inputs: Inputs, threads: int) -> Ready:
@@ -66,7 +66,11 @@ def _mamba2(work: Mamba2, inputs: Inputs, threads: int) -> Ready:
     skip = inputs["D"][:, None] * inputs["x"]
     assert scan.read is not None
     read_scan = scan.read
-    return Ready(scan.run, lambda: (read_scan()[0] + skip,), note="float32; Δ, x·Δ and the skip not timed")
+    return Ready(
+        scan.run,
+        lambda: (read_scan()[0] + skip,),
+        note="the peer computes in float32; its Δ, x·Δ and skip are not timed",
+    )
 
 
 def _conv(work: Conv, inputs: Inputs, threads: int) -> Ready:
@@ -81,7 +85,7 @@ def _conv(work: Conv, inputs: Inputs, threads: int) -> Ready:
         session.run()
         return ((outputs["o"] if work.channels_last else outputs["o"].mT).clone(),)
 
-    return Ready(session.run, read, note="float32")
+    return Ready(session.run, read, note="the peer computes in float32")
 
 
 class _Session:

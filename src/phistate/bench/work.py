@@ -16,8 +16,6 @@ from torch import Tensor
 
 import phistate
 from phistate.features import FeatureMap, feature_map
-from phistate.ops.backends import native
-from phistate.ops.backends.cpu import step_
 from phistate.ops.state import State
 
 Inputs = dict[str, Tensor]
@@ -110,7 +108,7 @@ class Linear:
         decay: ``none``, ``head``, ``scalar`` or ``vector``.
         phi: name of a feature map applied inside the op.
         state: starts from a state and returns the next, as a decode step does.
-        in_place: the native step that overwrites the state, where there is one.
+        in_place: by :func:`phistate.linear_attention_step_`, which overwrites the state.
     """
 
     T: int
@@ -175,14 +173,20 @@ class Linear:
 
     def ours(self, inputs: Inputs, *, backend: str = "auto") -> Outputs:
         """See :class:`Work`."""
-        if self.in_place and inputs["q"].dtype in native.DTYPES and native.why_not() is None:
-            return self._step(inputs)
-        return self.call(inputs, backend=backend)
+        return self._step(inputs, backend) if self.in_place else self.call(inputs, backend=backend)
 
-    def _step(self, inputs: Inputs) -> Outputs:
-        q, k, v, state = (inputs[name] for name in ("q", "k", "v", "state"))
-        decay, beta = inputs.get("decay"), inputs.get("beta")
-        return step_(q, k, v, state, decay=decay, beta=beta, scale=self.K**-0.5, write=self.write), state
+    def _step(self, inputs: Inputs, backend: str) -> Outputs:
+        o = phistate.linear_attention_step_(
+            State(s=inputs["state"], tokens=_SEEN),
+            inputs["q"],
+            inputs["k"],
+            inputs["v"],
+            decay=inputs.get("decay"),
+            beta=inputs.get("beta"),
+            write=self.write,
+            backend=backend,
+        )
+        return o, inputs["state"]
 
     def call(self, inputs: Inputs, *, backend: str = "auto", form: str = "auto") -> Outputs:
         """:meth:`ours` by one backend, in one form."""
@@ -219,6 +223,7 @@ class Linear:
 
 _attend: Callable[..., Tensor | tuple[Tensor, State]] = phistate.linear_attention
 _ZERO = torch.zeros(1, dtype=torch.int64)
+_SEEN = torch.zeros(1, dtype=torch.int64)  # counts the steps taken in place
 _MAPS: dict[tuple[str, int], FeatureMap] = {}
 
 
