@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phistate.features import CosFormer, Elu, Exp, Hedgehog, Polynomial, ReBased, Taylor, Uniform
-from tests.features.cases import vectors
+from tests.features.cases import generator, vectors
 
 
 def dots(x, y):
@@ -17,7 +17,7 @@ def kernel(phi, x, y):
     return torch.einsum("thf,shf->hts", phi.query(x), phi.key(y))
 
 
-@pytest.mark.parametrize("tokens", [5, 70])  # fewer and more vectors than where slices take over
+@pytest.mark.parametrize("tokens", [5, 140])  # fewer and more vectors than where blocks take over
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_polynomial(p, tokens):
     phi = Polynomial(4, p=p, scale=0.7)
@@ -26,7 +26,7 @@ def test_polynomial(p, tokens):
     torch.testing.assert_close(kernel(phi, x, y), (0.7 * dots(x, y)) ** p)
 
 
-@pytest.mark.parametrize("tokens", [5, 70])
+@pytest.mark.parametrize("tokens", [5, 140])
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 def test_taylor(order, tokens):
     phi = Taylor(4, order=order, scale=0.7)
@@ -49,20 +49,30 @@ def test_taylor_order_2_is_at_least_a_half():
     assert kernel(Taylor(4, order=2), x, x.flip(0)).min() >= 0.5
 
 
-def test_slices_and_gather_are_the_same_map():
-    phi = Taylor(4, order=4)
-    x = vectors(70, 1)
-    one_by_one = torch.stack([phi.query(row[None])[0] for row in x])
-    torch.testing.assert_close(phi.query(x), one_by_one, rtol=0, atol=0)
+@pytest.mark.parametrize(
+    "phi",
+    [Taylor(3, order=4), Polynomial(3, p=1), Polynomial(3, p=2), Polynomial(3, p=4)],
+    ids=lambda phi: phi.extra_repr(),
+)
+def test_blocks_and_table_are_the_same_map(phi):
+    """Values, gradients, gradients of gradients, and under vmap, on both sides of where blocks take over."""
+    x = torch.randn(2, 260, 1, 3, generator=generator(), dtype=torch.float64).requires_grad_()
+    slope = torch.linspace(-1, 1, phi.num_features, dtype=torch.float64)
 
+    def by_rows(x):
+        return torch.cat([phi.query(rows) for rows in x.split(100, dim=1)], 1)
 
-def test_slices_and_gather_have_the_same_gradients():
-    phi = Taylor(4, order=4)
-    x = vectors(70, 1).requires_grad_()
-    slope = vectors(phi.num_features, seed=1)[:, 0]
-    together = torch.autograd.grad((phi.query(x) @ slope).sum(), x)[0]
-    alone = torch.cat([torch.autograd.grad((phi.query(x[t : t + 1]) @ slope).sum(), x)[0][t : t + 1] for t in (0, 69)])
-    torch.testing.assert_close(together[[0, 69]], alone)
+    def gradient(features, x):
+        return torch.autograd.grad((features(x) * slope).sin().sum(), x, create_graph=True)[0]
+
+    torch.testing.assert_close(phi.query(x), by_rows(x))
+    torch.testing.assert_close(torch.func.vmap(phi.query)(x), by_rows(x))
+    slow, fast = gradient(by_rows, x), gradient(phi.query, x)
+    torch.testing.assert_close(fast, slow)
+    torch.testing.assert_close(torch.autograd.grad((phi.query(x) * slope).sin().sum(), x)[0], slow)
+    torch.testing.assert_close(torch.func.grad(lambda x: (phi.query(x) * slope).sin().sum())(x), slow)
+    again = [torch.autograd.grad((first * x.detach().cos()).sum(), x)[0] for first in (fast, slow)]
+    torch.testing.assert_close(*again)
 
 
 def test_uniform_is_the_average():
@@ -131,7 +141,7 @@ def test_rebased_kernel():
     phi = ReBased(4, scale=0.7, eps=1e-3).double()
     for parameter in phi.parameters():
         torch.nn.init.normal_(parameter)
-    x, y = vectors(70, 2), vectors(70, 2, seed=1)
+    x, y = vectors(140, 2), vectors(140, 2, seed=1)
 
     def normal(z, gain, shift):
         centred = 0.7**0.5 * (z - z.mean(-1, keepdim=True))
