@@ -101,6 +101,16 @@ def test_strided_views(name):
         torch.testing.assert_close(side(x, POSITIONS), side(x.contiguous(), POSITIONS))
 
 
+@torch.no_grad()
+def test_inputs_are_left_alone(name):
+    phi = make(name, scale=1.0)
+    x = vectors(2, 5, 3, dtype=torch.float32)
+    before = x.clone()
+    for side in sides(phi):
+        side(x, POSITIONS)
+        assert torch.equal(x, before)
+
+
 def test_gradients(name):
     phi = make(name).double()
     # Nothing here lies within the finite difference of a kink.

@@ -119,11 +119,13 @@ class ExponentialFeatureMap(FeatureMap):
 
     @abstractmethod
     def log_features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
-        """Log φ of x, already checked, scaled and in the computing dtype; ``[...,H,D] -> [...,H,F]``."""
+        """Log φ of x, already checked, scaled and in the computing dtype; ``[...,H,D] -> [...,H,F]``, a new tensor."""
 
     def features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
         """φ = exp(log φ)."""
-        return self.log_features(x, side, positions).exp()
+        log = self.log_features(x, side, positions)
+        # Without a gradient to keep it for, the logarithm's memory serves: a second tensor costs as much as the exp.
+        return log.exp() if log.requires_grad else log.exp_()
 
     def log_query(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Log φ_q: ``[B,T,H,D] -> [B,T,H,F]``, in float32 (float64 for float64 inputs)."""

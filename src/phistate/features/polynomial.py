@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from phistate.features.base import FeatureMap, Side, check_count
 
-# From this many vectors on, blocks beat the table on a CPU (8192 vectors, D = 64, order 2: 2.3× forward, 1.5× backward);
-# below, D small calls cost more than one gather.
+# From this many vectors on, blocks beat the table on a CPU (8192 vectors, D = 64, order 2: 2.3× forward, 1.5×
+# backward); below, D small calls cost more than one gather.
 _BLOCKS_FROM = 256
 
 
