@@ -73,7 +73,7 @@ struct Backward {
         d_out = scratch.floats(readers * C * kStrip + kStateSlack);
         d_value = scratch.floats(C * kStrip);
         written = scratch.floats(C * kStrip);
-        transposed = scratch.floats(kStrip * C);
+        transposed = scratch.floats(kStrip * C + kStateSlack);
         state_transposed = scratch.floats(kStrip * kp);
         d_p = scratch.floats(readers * C * C);
         d_a = scratch.floats(C * C);

@@ -37,7 +37,7 @@ struct Forward {
         a = scratch.zeros(C * C);
         p = scratch.zeros(readers * C * C);
         values = scratch.floats(C * kStrip + kStateSlack);
-        out = scratch.floats(C * kStrip);
+        out = scratch.floats(C * kStrip + kStateSlack);
         states = scratch.floats(together * columns.strips() * kp * kStrip);
         denominators = scratch.floats(readers * C);
         if (!vector()) return;

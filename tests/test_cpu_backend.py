@@ -11,7 +11,7 @@ import torch
 from phistate import linear_attention
 from phistate.ops.backends import native
 from phistate.ops.backends.cpu import step_
-from tests.conformance import INPUTS, Conformance, assert_near, gradients, make_case, oracle
+from tests.conformance import EVERY_MIXER, INPUTS, Conformance, assert_near, gradients, make_case, oracle
 from tests.conftest import ISAS
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no native library: {native.why_not()}")
@@ -61,6 +61,25 @@ def test_product(instruction_set, m, n, pairs):
     if pairs:
         a, b = a.bfloat16().float(), b.bfloat16().float()
     torch.testing.assert_close(c, a @ b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("decay", "write", "normalize"), EVERY_MIXER)
+@pytest.mark.parametrize("T, K, V", [(33, 3, 64), (65, 17, 129), (31, 65, 63)])
+def test_gradients_of_odd_shapes(instruction_set, decay, write, normalize, T, K, V):
+    """Sizes one beside those that fill vectors, strips and chunks: where a kernel would write past an end."""
+    case = make_case(decay, write, normalize, B=1, T=T, heads=(2, 1, 1), K=K, V=V, strong=0.1)
+    given, wide = case.to(torch.float32), case.to(torch.float32).to(torch.float64)
+    names = [n for n in INPUTS if case.tensors[n] is not None]
+    for c in (given, wide):
+        for n in names:
+            c.tensors[n] = c.tensors[n].requires_grad_()
+    got, state = linear_attention(**given.tensors, **given.options, backend="cpu", return_state=True)
+    want, want_state = linear_attention(**wide.tensors, **wide.options, form="chunked", return_state=True)
+    assert_near(got, want, torch.float32, "o")
+    grads = gradients(got, state, [given.tensors[n] for n in names])
+    wants = gradients(want, want_state, [wide.tensors[n] for n in names])
+    for name, a, b in zip(names, grads, wants, strict=True):
+        assert_near(a, b, torch.float32, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("decay", ["none", "head", "scalar", "vector"])
