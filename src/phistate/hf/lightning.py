@@ -20,13 +20,16 @@ def forward(
     cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    past_key_values: Any = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
     """S ← e^-slope S + k vᵀ, o = Sᵀ q per head, then norm and gate; ``self`` is a MiniMaxLightningAttention.
 
     A padded step changes nothing here, on either side; the state is float32 and goes on over any number of tokens.
-    The layer takes positions and flags like every attention layer and needs none of them.
+    The layer takes positions and flags like every attention layer and needs none of them. ``past_key_values`` is what
+    callers before transformers 5.40 may still call the cache.
     """
+    cache = past_key_values if cache is None else cache
     heads = (*hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim)
     q, k, v = self.act_fn(self.qkv_proj(hidden_states)).view(heads).split(self.head_dim, dim=-1)
     mask = None if attention_mask is None else attention_mask.bool()
