@@ -15,9 +15,13 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from phistate.hf import accelerate
 from phistate.hf.diagonal import diagonal_scan
 from phistate.hf.packing import packing
-from tests.test_accelerate import assert_close, continued, logits, model, quiet, tokens  # noqa: F401
+from tests.test_accelerate import SIZE, assert_close, continued, logits, mixers, model, quiet, tokens  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+# Families in which accelerate() replaces or hooks a layer's forward, not only the functions it calls.
+HOOKED_LAYERS = ["minimax", "mamba", "falcon_mamba", "jamba", "zamba"]
+HOOKED_LAYERS += ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"]
 
 
 def globals_of(name):
@@ -68,6 +72,52 @@ def test_report_prints_what_was_done():
     assert text.startswith("NemotronHForCausalLM: 5 replaced, 0 left")
     assert "mamba2_chunk_scan                  mamba2_scan" in text
     assert "(0.001, inf) holds in the decode step too" in text
+
+
+@pytest.mark.parametrize(
+    "module, function, rates",
+    [("qwen3_5", "torch_recurrent_gated_delta_rule", ()), ("kimi_linear", "recurrent_kimi_delta_attention", (8,))],
+)
+def test_a_delta_step_overwrites_the_state_it_gives_back(module, function, rates):
+    net = model(module)
+    q, k = torch.randn(2, 2, 1, 4, 8).unbind()
+    v, g, beta = torch.randn(2, 1, 4, 6), -torch.rand(2, 1, 4, *rates), torch.rand(2, 1, 4)
+    held = torch.randn(2, 4, 8, 6)
+    want, after = globals_of(module)[function](q, k, v, g, beta, held, True)
+    with accelerate(net):
+        step = globals_of(module)[function]
+        for given, keep in ((q, False), (q.clone().requires_grad_(), True)):
+            before = held.clone()
+            got, state = step(given, k, v, g, beta, before, keep)
+            assert_close(got, want)
+            assert torch.equal(before, held), "a state that is not given back, or a gradient's, must stay"
+            assert (state is None) != keep
+        with torch.no_grad():
+            got, state = step(q, k, v, g, beta, held, True)
+    assert_close(got, want)
+    assert_close(state, after)
+    assert state is held
+
+
+@pytest.mark.parametrize("name", HOOKED_LAYERS)
+@pytest.mark.parametrize("length", [1, 5])
+@torch.no_grad()
+def test_a_cache_under_its_old_name(name, length):
+    """Transformers' layers still take it, until 5.40."""
+    net, hidden = model(name), torch.randn(2, length, SIZE.width)
+    layer, between, old = mixers(net), (), "cache_params"
+    if name == "minimax":
+        between, old = (None, None), "past_key_values"
+
+    def run(**given):
+        out = layer(hidden, *between, **given)
+        return out[0] if isinstance(out, tuple) else out
+
+    with accelerate(net):
+        cache = net(tokens(2, 6), use_cache=True).cache
+        want, got = (run(**{word: copy.deepcopy(cache)}) for word in ("cache", old))
+        assert torch.equal(got, want)
+        assert not torch.allclose(run(), want)
 
 
 class Imports(nn.Module):

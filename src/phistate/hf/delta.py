@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phistate.hf.packing import packing
 from phistate.ops.backends import native
-from phistate.ops.linear_attention import linear_attention
+from phistate.ops.linear_attention import linear_attention, linear_attention_step_
 from phistate.ops.state import State
 
 Result = tuple[Tensor, Tensor | None]
@@ -59,7 +59,11 @@ def delta_rule(
 
 
 def delta_rule_steps(original: Callable[..., Result]) -> Callable[..., Result]:
-    """The same as the decode step calls it; without native kernels transformers' own step is as good."""
+    """One token after a cached state, which is overwritten: the cache would copy the new state into it anyhow.
+
+    A call that wants no state back, or a gradient, leaves the state as it is. Without native kernels transformers' own
+    step is as good.
+    """
     if native.why_not() is not None:
         return original
 
@@ -74,9 +78,17 @@ def delta_rule_steps(original: Callable[..., Result]) -> Callable[..., Result]:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Result:
-        return delta_rule(
-            query, key, value, g, beta, 64, initial_state, output_final_state, use_qk_l2norm_in_kernel, **kwargs
+        state = None if initial_state is None else state_of(initial_state, query)
+        packed = any(kwargs.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"))
+        one = query.shape[1] == 1 and not packed and not torch.is_grad_enabled()
+        if state is None or state.s is not initial_state or not (one and output_final_state):
+            return delta_rule(
+                query, key, value, g, beta, 64, initial_state, output_final_state, use_qk_l2norm_in_kernel, **kwargs
+            )
+        out = linear_attention_step_(
+            state, query, key, value, decay=g, beta=beta, write="delta", qk_l2norm=use_qk_l2norm_in_kernel
         )
+        return out, state.s
 
     return steps
 

@@ -47,7 +47,7 @@ HOOKS: dict[str, Hook] = {
     ),
     "torch_recurrent_gated_delta_rule": Hook(
         f"query, key, value, g, beta, {_DELTA}",
-        "linear_attention(write='delta'), a decay per head: the decode step",
+        "linear_attention_step_(write='delta'), a decay per head: the decode step, in place",
         delta.delta_rule_steps,
     ),
     "chunk_kimi_delta_attention": Hook(
@@ -57,7 +57,7 @@ HOOKS: dict[str, Hook] = {
     ),
     "recurrent_kimi_delta_attention": Hook(
         "query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel=False, **kwargs",
-        "linear_attention(write='delta'), a decay per channel: the decode step",
+        "linear_attention_step_(write='delta'), a decay per channel: the decode step, in place",
         delta.delta_rule_steps,
     ),
     "mamba2_chunk_scan": Hook(
