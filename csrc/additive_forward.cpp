@@ -22,7 +22,7 @@ struct Unit {
     const phistate_additive& call;
     const Heads heads;
     const int64_t sequence, head_begin, head_end, first, width;
-    const int64_t key_dim, kp, vp;  // kp, vp: padded
+    const int64_t key_dim, kp, vp, sv;  // kp, vp: padded
     const Span span;
     phistate::Scratch scratch;
     float *k, *kt, *v, *q, *out, *scores, *between, *states, *normalisers, *reaches, *s, *z, *reach, *rate;
@@ -34,7 +34,7 @@ struct Unit {
 
     Unit(const phistate_additive& call, int64_t sequence, int64_t head_begin, int64_t head_end, int64_t first, int64_t width)
         : call(call), heads(call), sequence(sequence), head_begin(head_begin), head_end(head_end), first(first), width(width),
-          key_dim(call.key_dim), kp(round_up(call.key_dim, L)), vp(round_up(width, L)), span(span_of(call, sequence)),
+          key_dim(call.key_dim), kp(round_up(call.key_dim, L)), vp(round_up(width, L)), sv(vp > 64 && vp % 32 == 0 ? vp + L : vp), span(span_of(call, sequence)),
           decayed(scratch, may_be_vector() ? kp : 0), running(scratch, call.key_dim, logs() ? kp : 0) {
         k = scratch.floats(C * kp);
         kt = scratch.floats(C * kp);
@@ -43,7 +43,7 @@ struct Unit {
         out = scratch.floats(C * vp);
         scores = scratch.floats(C * C);
         between = scratch.floats(C * C);
-        states = scratch.floats((head_end - head_begin) * kp * vp);
+        states = scratch.floats((head_end - head_begin) * kp * sv);
         normalisers = scratch.floats((head_end - head_begin) * kp);
         reaches = scratch.floats(logs() ? (head_end - head_begin) * kp : 0);
         rate = scratch.floats(may_be_vector() ? C * kp : 0);
@@ -56,7 +56,7 @@ struct Unit {
     bool decays() const { return vector() || call.decay_kind != PHISTATE_DECAY_NONE; }
 
     void choose(int64_t head) {
-        s = states + (head - head_begin) * kp * vp;
+        s = states + (head - head_begin) * kp * sv;
         z = normalisers + (head - head_begin) * kp;
         reach = reaches + (logs() ? (head - head_begin) * kp : 0);
     }
@@ -64,14 +64,14 @@ struct Unit {
     void begin(int64_t head) {
         choose(head);
         const int64_t i = sequence * heads.s + head;
-        load_state(call.s0 ? call.s0 + i * key_dim * call.value_dim : nullptr, key_dim, call.value_dim, first, width, s, vp, kp);
+        load_state(call.s0 ? call.s0 + i * key_dim * call.value_dim : nullptr, key_dim, call.value_dim, first, width, s, sv, kp);
         if (call.normalize) load_state(call.z0 ? call.z0 + i * key_dim : nullptr, 1, key_dim, 0, key_dim, z, kp, 1);
         if (!logs()) return;
         for (int64_t c = 0; c < kp; ++c) reach[c] = call.log_scale0 && c < key_dim ? call.log_scale0[i * key_dim + c] : -INFINITY;
     }
 
     void keep(float* s_out, float* z_out) const {
-        unpack_rows(s, vp, key_dim, width, s_out + first, call.value_dim);
+        unpack_rows(s, sv, key_dim, width, s_out + first, call.value_dim);
         if (z_out && first == 0) unpack_rows(z, kp, 1, key_dim, z_out, key_dim);
     }
 
@@ -89,7 +89,7 @@ struct Unit {
         pack(call.v, span.batch, time, heads.value(head), rows, first, width, tokens.beta, tokens.mask, v, vp, C);
         if (logs()) {
             running.keys(k, reach, rate, rows, tokens.mask);
-            if (running.steady) running.rescale(s, vp, z, call.normalize);
+            if (running.steady) running.rescale(s, sv, z, call.normalize);
         } else if (vector()) {
             pack(call.decay, span.batch, time, head, rows, 0, key_dim, nullptr, tokens.mask, rate, kp, C);
             for (int64_t i = 0; i < C * kp; i += L) store(rate + i, exp(load(rate + i)));
@@ -129,7 +129,7 @@ struct Unit {
     void read_state(int64_t time, int64_t rows, int64_t output) {
         const float* gain = decays() && !vector() ? since : nullptr;
         const float* queries = vector() ? decayed.queries_since_start() : q;
-        product<float>(rows, vectors(width), key_dim, {queries, kp, 1}, {s, vp}, {out, vp, nullptr, 0, gain}, Part::All, &ahead);
+        product<float>(rows, vectors(width), key_dim, {queries, kp, 1}, {s, sv}, {out, vp, nullptr, 0, gain}, Part::All, &ahead);
         if (call.causal) product<float>(rows, vectors(width), rows, {scores, C, 1}, {v, vp}, {out, vp, &kOne}, Part::LowerIn, &ahead);
         if (logs() && !call.normalize) {
             for (int64_t t = 0; t < rows; ++t) {
@@ -168,7 +168,7 @@ struct Unit {
                 for (int64_t c = 0; c < vp; c += L) store(v + j * vp + c, load(v + j * vp + c) * w);
             }
         }
-        product<float>(key_dim, vectors(width), rows, {keys, 1, kp}, {v, vp}, {s, vp, keep, keep_step}, Part::All, &ahead);
+        product<float>(key_dim, vectors(width), rows, {keys, 1, kp}, {v, vp}, {s, sv, keep, keep_step}, Part::All, &ahead);
         if (!call.normalize) return;
         for (int64_t c = 0; c < kp; c += L) {
             F total = load(z + c) * (vector() ? load(keep + c) : splat(*keep));

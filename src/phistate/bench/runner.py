@@ -26,6 +26,8 @@ ERROR_TOKENS = 512
 _GROWTH = (1024, 4096, 16384, 65536, 262144)
 _TURN = 0.01
 """Seconds one measurement of a fast call lasts at least."""
+_LONG = 1.0
+"""A turn of so many seconds is repeated three times only, one ten times as long not at all."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,17 @@ def _by_turns(a: Ready, b: Ready, threads: int, seconds: float) -> tuple[list[fl
     least = 5
     while len(times[0]) < least or (time.perf_counter() - start < seconds and len(times[0]) < 100):
         for timer, found in zip(timers, times, strict=True):
-            found.append(timer.blocked_autorange(min_run_time=_TURN).median)
-        if times[0][0] + times[1][0] > 1.0:  # a turn takes seconds: the spread of three has to do
-            least = 3
+            found.append(_once(timer))
+        turn = times[0][0] + times[1][0]
+        if turn > _LONG:  # the spread of a few has to do
+            least = 1 if turn > 10 * _LONG else 3
     return times
+
+
+def _once(timer: Timer) -> float:
+    """Seconds a call: of one where it lasts, of as many as fill a turn where it is short."""
+    single = timer.timeit(1).median
+    return single if single > _LONG / 10 else timer.blocked_autorange(min_run_time=_TURN).median
 
 
 def _timer(call: Callable[[], object], threads: int) -> Timer:
@@ -217,7 +226,7 @@ def _growth(case: Case, threads: int, limits: Limits, seconds: float) -> Row:
     timers = [_timer(call.run, threads) for call in calls]
     for _ in range(5):
         for T, timer, found in zip(lengths, timers, times, strict=True):
-            found.append(timer.blocked_autorange(min_run_time=_TURN).median / T)
+            found.append(_once(timer) / T)
     ratios = [quartiles([a / b for a, b in zip(found, times[0], strict=True)]) for found in times]
     worst = max(ratios, key=lambda ratio: ratio[1])
     each = ", ".join(f"{T}: {1e9 * quartiles(found)[1]:.0f}" for T, found in zip(lengths, times, strict=True))
