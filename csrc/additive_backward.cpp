@@ -91,7 +91,7 @@ struct Unit {
 
     void read(int64_t time, int64_t rows, int64_t head) {
         tokens.read(call, span, time, rows, head);
-        pack(call.k, span.batch, time, heads.key(head), rows, 0, key_dim, nullptr, tokens.mask, k, kp, C);
+        pack_features(call, call.k, span.batch, time, heads.key(head), rows, nullptr, tokens.mask, k, kp, C);
         values(time, rows, head, tokens.beta, v);
         if (vector()) {
             pack(call.decay, span.batch, time, head, rows, 0, key_dim, nullptr, tokens.mask, rate, kp, C);
@@ -124,7 +124,7 @@ struct Unit {
 
     // One query head's rows: the query scaled, and the gradient of what it read.
     void reader(int64_t time, int64_t rows, int64_t output) {
-        pack(call.q, span.batch, time, heads.query(output), rows, 0, key_dim, scales, tokens.mask, q, kp, C);
+        pack_features(call, call.q, span.batch, time, heads.query(output), rows, scales, tokens.mask, q, kp, C);
         if (wide > value_dim)
             for (int64_t r = 0; r < C; ++r) store(d_o + r * vp + vp - L, zero());
         pack(call.d_o, span.batch, time, output, rows, 0, value_dim, nullptr, tokens.mask, d_o, vp, C);
@@ -243,7 +243,7 @@ struct Unit {
             for (int64_t i = 0; i < wide * C; i += L) store(dvt + i, load(dvt + i) * load(until + i % C));
         if (vector()) scale_rows(ds, ds, kp, vp, kp, decayed.whole());
         for (int64_t i = 0; i < heads.readers(); ++i) answer(time, rows, head, i, before, wants_decay);
-        unpack(dk, kp, rows, key_dim, call.d_k, span.batch, time, heads.key(head), 0, head % (heads.s / heads.k) != 0);
+        key_gradient(time, rows, head);
         value_gradient(time, rows, head);
         return wants_decay ? decay_gradient(time, rows, head) : 0.0f;
     }
@@ -287,7 +287,13 @@ struct Unit {
     }
 
     void query_gradient(int64_t time, int64_t rows, int64_t output) {
-        unpack(dq, kp, rows, key_dim, call.d_q, span.batch, time, heads.query(output), 0, output % (heads.o / heads.q) != 0, scales[0]);
+        unpack_features_gradient(call, dq, kp, rows, call.q, call.d_q, span.batch, time, heads.query(output), tokens.mask,
+                                 output % (heads.o / heads.q) != 0, scales[0]);
+    }
+
+    void key_gradient(int64_t time, int64_t rows, int64_t head) {
+        unpack_features_gradient(call, dk, kp, rows, call.k, call.d_k, span.batch, time, heads.key(head), tokens.mask,
+                                 head % (heads.s / heads.k) != 0);
     }
 
     // From dvt, the gradient of βV: those of V and β.
@@ -394,7 +400,7 @@ struct Unit {
             transpose_panel(k, kp, C, kp, kt, C);
             product<float>(rows, kp / L, wide, {v, vp, 1}, {ds, kp}, {dk, kp});
             product<float>(wide, C / L, key_dim, {ds, kp, 1}, {kt, C}, {dvt, C});
-            unpack(dk, kp, rows, key_dim, call.d_k, span.batch, time, heads.key(head), 0, head % (heads.s / heads.k) != 0);
+            key_gradient(time, rows, head);
             value_gradient(time, rows, head);
         }
         transpose_out(ds, call.d_s0 ? call.d_s0 + i * key_dim * value_dim : nullptr, call.d_z0 ? call.d_z0 + i * key_dim : nullptr);

@@ -132,7 +132,8 @@ def test_opcheck(delta):
     q, k, v = (torch.rand(2, 40, 2, n, requires_grad=True) for n in (8, 8, 6))
     decay = (-torch.rand(2, 40, 2)).requires_grad_()
     s, z = torch.rand(2, 2, 8, 6, requires_grad=True), torch.rand(2, 2, 8, requires_grad=True)
-    options = (0.5, True, True, delta, delta)  # scale, normalize, causal, delta, qk_l2norm
+    # scale, normalize, causal, delta, qk_l2norm, map, map_scale
+    options = (0.5, True, True, delta, delta, None if delta else "elu", 0.7)
     torch.library.opcheck(torch.ops.phistate.additive.default, (q, k, v, decay, None, s, z, None, None, *options, True))
     one = [x.detach()[:, :1] for x in (q, k, v)]
     torch.library.opcheck(

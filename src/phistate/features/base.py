@@ -37,6 +37,14 @@ class FeatureMap(nn.Module, ABC):
     positional: bool = False
     """``query`` and ``key`` need ``positions``."""
 
+    pointwise: str | None = None
+    """The map's name where it acts on each channel by itself and a backend may know it, and apply it on the way."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "features" in vars(cls) and "pointwise" not in vars(cls):
+            cls.pointwise = None  # other features than the base's have not its name
+
     def __init__(self, head_dim: int, *, scale: float | None = None) -> None:
         super().__init__()
         self.head_dim = check_count("head_dim", head_dim)

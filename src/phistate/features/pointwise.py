@@ -29,6 +29,8 @@ class Elu(FeatureMap):
         tensor([[  0.6931, -30.0000]])
     """
 
+    pointwise = "elu"
+
     @property
     def num_features(self) -> int:
         """F = D."""
@@ -56,9 +58,13 @@ class Relu(FeatureMap):
         tensor([[2., 0.]])
     """
 
+    pointwise = "relu"
+
     def __init__(self, head_dim: int, *, epsilon: float = 0.0, scale: float | None = None) -> None:
         super().__init__(head_dim, scale=scale)
         self.epsilon = _check_epsilon(epsilon)
+        if self.epsilon:
+            self.pointwise = None
 
     @property
     def num_features(self) -> int:
