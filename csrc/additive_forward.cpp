@@ -371,7 +371,7 @@ int additive_forward(const phistate_additive& call) {
     const int64_t strips = most<int64_t>(1, least((threads + states - 1) / most<int64_t>(states, 1), call.value_dim / (2 * L)));
     const int64_t strip = round_up((call.value_dim + strips - 1) / strips, L);
     const int64_t bytes = call.key_dim * strip * static_cast<int64_t>(sizeof(float));
-    const int64_t group = most<int64_t>(1, least(states / (4 * threads), kStateBytes / bytes));
+    const int64_t group = most<int64_t>(1, least((states + threads - 1) / threads, kStateBytes / bytes));
     const int64_t groups = (heads.s + group - 1) / group;
     parallel(call.sequences * groups * strips, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {

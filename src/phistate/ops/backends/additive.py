@@ -19,14 +19,16 @@ from phistate.ops.backends import native
 SEGMENT = 512
 """PHISTATE_SEGMENT: tokens between two states kept for backward."""
 
-# struct phistate_additive: 8-byte fields, all integers or pointers but scale, the 18th, and map_scale, the last; a view is five.
+# struct phistate_additive: 8-byte fields, integers or pointers all but scale, the 18th, and map_scale, the last; a view
+# is five of them.
 _LAYOUT = struct.Struct("=17qd75qd")
 _NONE = (0, 0, 0, 0, 0)
 _DTYPES = native.DTYPES
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? s, Tensor? z, Tensor? mask, "
-    "Tensor? cu_seqlens, float scale, bool normalize, bool causal, bool delta, bool qk_l2norm, str? map, float map_scale"
+    "Tensor? cu_seqlens, float scale, bool normalize, bool causal, bool delta, bool qk_l2norm, str? map, "
+    "float map_scale"
 )
 
 _LOG_SCHEMA = (
