@@ -29,7 +29,7 @@ class Elu(FeatureMap):
         tensor([[  0.6931, -30.0000]])
     """
 
-    pointwise = "elu"
+    pointwise: str | None = "elu"
 
     @property
     def num_features(self) -> int:
@@ -58,7 +58,7 @@ class Relu(FeatureMap):
         tensor([[2., 0.]])
     """
 
-    pointwise = "relu"
+    pointwise: str | None = "relu"
 
     def __init__(self, head_dim: int, *, epsilon: float = 0.0, scale: float | None = None) -> None:
         super().__init__(head_dim, scale=scale)
