@@ -31,12 +31,13 @@ struct Unit {
     const int64_t origin;  // of the sequence; span may be a part of it
     const Span span;
     phistate::Scratch scratch;
-    float *k, *kt, *v, *q, *out, *scores, *between, *states, *normalisers, *reaches, *s, *z, *reach, *rate;
+    float *k, *kt, *v, *q, *out, *products, *scores, *between, *states, *normalisers, *reaches, *s, *z, *reach, *rate;
     VectorDecay<C> decayed;
     RunningMaximum<C> running;
     float since[C], write[C], denominators[C];
     Tokens<C> tokens;
     Ahead ahead;
+    int64_t key_loaded, query_loaded, multiplied;  // heads whose panels of the chunk at hand are in place; −1: none
 
     Unit(const phistate_additive& call, int64_t sequence, const Span& span, int64_t head_begin, int64_t head_end, int64_t first, int64_t width)
         : call(call), heads(call), sequence(sequence), head_begin(head_begin), head_end(head_end), first(first), width(width),
@@ -47,6 +48,7 @@ struct Unit {
         q = scratch.floats(C * kp);
         v = scratch.floats(C * vp);
         out = scratch.floats(C * vp);
+        products = scratch.floats(C * C);
         scores = scratch.floats(C * C);
         between = scratch.floats(C * C);
         states = scratch.floats((head_end - head_begin) * kp * sv);
@@ -97,10 +99,17 @@ struct Unit {
         if (logs() && first == 0) unpack_rows(reach, kp, 1, key_dim, call.log_scale + i * key_dim, key_dim);
     }
 
-    // Keys, values and rates of a chunk.
+    void next_chunk() { key_loaded = query_loaded = multiplied = -1; }
+
+    // Keys, values and rates of a chunk. Heads that share keys read them once.
     void read(int64_t time, int64_t rows, int64_t head) {
         tokens.read(call, span, time, rows, head);
-        pack_features(call, call.k, span.batch, time, heads.key(head), rows, nullptr, tokens.mask, k, kp, C);
+        const bool fresh = vector() || logs() || key_loaded != heads.key(head);
+        if (fresh) {
+            pack_features(call, call.k, span.batch, time, heads.key(head), rows, nullptr, tokens.mask, k, kp, C);
+            key_loaded = heads.key(head);
+            multiplied = -1;
+        }
         pack(call.v, span.batch, time, heads.value(head), rows, first, width, tokens.beta, tokens.mask, v, vp, C);
         if (logs()) {
             running.keys(k, reach, rate, rows, tokens.mask);
@@ -112,7 +121,7 @@ struct Unit {
         if (vector()) {
             decayed.keys(k, rate);
         } else {
-            transpose_panel(k, kp, C, kp, kt, C);
+            if (fresh) transpose_panel(k, kp, C, kp, kt, C);
             if (decays()) relative_decay<C>(tokens.rate, C, between, since);
         }
     }
@@ -124,16 +133,18 @@ struct Unit {
             decayed.scores(scores);
             return;
         }
-        product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {scores, C}, Part::LowerOut, &ahead);
+        if (multiplied != query_loaded)
+            product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {products, C}, Part::LowerOut, &ahead);
+        multiplied = query_loaded;
         for (int64_t t = 0; t < rows; ++t) {
             float* row = scores + t * C;
+            const float* from = products + t * C;
             const int64_t diagonal = t / L;
             if (decays()) {
-                for (int64_t c = 0; c <= diagonal; ++c) store(row + c * L, load(row + c * L) * load(between + t * C + c * L));
+                for (int64_t c = 0; c <= diagonal; ++c) store(row + c * L, load(from + c * L) * load(between + t * C + c * L));
             } else {
-                const int keep = static_cast<int>(t % L) + 1;
-                float* edge = row + diagonal * L;
-                store(edge, load(edge, keep));
+                for (int64_t c = 0; c < diagonal; ++c) store(row + c * L, load(from + c * L));
+                store(row + diagonal * L, load(from + diagonal * L, static_cast<int>(t % L) + 1));
             }
             // A block of rows reads its triangle's columns up to its last row.
             for (int64_t c = diagonal + 1; c * L < least<int64_t>(C, t + kRows); ++c) store(row + c * L, zero());
@@ -196,6 +207,9 @@ struct Unit {
     }
 
     void query(int64_t time, int64_t rows, int64_t output) {
+        if (!vector() && !logs() && query_loaded == heads.query(output)) return;
+        query_loaded = heads.query(output);
+        multiplied = -1;
         pack_features(call, call.q, span.batch, time, heads.query(output), rows, nullptr, tokens.mask, q, kp, C);
         if (logs()) running.queries(q, rows, tokens.mask);
         // Before anything else: the scale is part of the result's rounding in every form.
@@ -241,6 +255,7 @@ struct Unit {
         for (int64_t c = 0; c < key_dim; ++c) to.kept[c] = 1.0f;
         for (int64_t time = span.begin; time < span.end; time += C) {
             const int64_t rows = least<int64_t>(C, span.end - time);
+            next_chunk();
             read(time, rows, head);
             ahead.clear();
             foresee_state(time + C, head);
@@ -255,6 +270,7 @@ struct Unit {
         for (int64_t head = head_begin; head < head_end; ++head) begin(head, from);
         for (int64_t time = span.begin; time < span.end; time += C) {
             const int64_t rows = least<int64_t>(C, span.end - time);
+            next_chunk();
             for (int64_t head = head_begin; head < head_end; ++head) {
                 choose(head);
                 if (call.checkpoints && time > origin && (time - origin) % PHISTATE_SEGMENT == 0) {
@@ -272,6 +288,7 @@ struct Unit {
         ahead.clear();
         for (int64_t time = span.begin; time < span.end; time += C) {
             const int64_t rows = least<int64_t>(C, span.end - time);
+            next_chunk();
             for (int64_t head = head_begin; head < head_end; ++head) {
                 choose(head);
                 tokens.read(call, span, time, rows, head);

@@ -288,8 +288,7 @@ def test_extra_memory():
     """Forward: the output and at most 8 MiB. Backward: three gradients, the output, and kept states."""
     code = """
         import torch
-        from phistate import State, feature_map, linear_attention
-from phistate.features.pointwise import Elu
+        from phistate import linear_attention
 
         def peak():
             status = open("/proc/self/status").read()
