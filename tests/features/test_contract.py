@@ -111,6 +111,15 @@ def test_inputs_are_left_alone(name):
         assert torch.equal(x, before)
 
 
+def test_values_do_not_depend_on_whether_gradients_are_kept(name):
+    phi = make(name)
+    x = vectors(2, 5, 3, dtype=torch.float32)
+    for side in sides(phi):
+        with torch.no_grad():
+            plain = side(x, POSITIONS)
+        torch.testing.assert_close(side(x.clone().requires_grad_(), POSITIONS), plain)
+
+
 def test_gradients(name):
     phi = make(name).double()
     # Nothing here lies within the finite difference of a kink.
