@@ -291,6 +291,37 @@ def test_refuses_wrong_options(name, option, value, error):
         feature_map(name, head_dim=4, **{option: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "head_dim", "option", "most"),
+    [
+        ("polynomial", 64, "p", 4),
+        ("taylor", 64, "order", 4),
+        ("taylor", 1023, "order", 2),
+        ("dpfp", 1024, "nu", 512),
+        ("polysketch", 4, "sketch_size", 1447),
+        ("favor+", 1, "num_features", 2**20),
+        ("hyperbolic", 1, "num_features", 2**20),
+        ("rff", 1, "num_features", 2**20),
+        ("oprf", 1, "num_features", 2**20),
+        ("sderf", 1, "num_features", 2**20),
+        ("simplex", 2, "num_features", 2**20),
+    ],
+)
+def test_refuses_more_features_than_anyone_can_hold(name, head_dim, option, most):
+    assert feature_map(name, head_dim=head_dim, **{option: most}).num_features <= 2**20
+    for more in (most + 2, 10**9):
+        with pytest.raises(ValueError, match=f"{option}: got {more}") as refused:
+            feature_map(name, head_dim=head_dim, **{option: more})
+        assert "\n" not in str(refused.value)
+
+
+def test_refuses_what_costs_more_than_its_features():
+    with pytest.raises(ValueError, match="head_dim: got 1448, which makes more features than 1048576"):
+        feature_map("rebased", head_dim=1448)
+    with pytest.raises(ValueError, match="num_features: got 16385; takes at most 16384"):
+        feature_map("nystrom", head_dim=1, num_features=2**14 + 1)
+
+
 def test_every_option_has_a_default(name):
     options = inspect.signature(type(make(name))).parameters
     assert all(p.default is not p.empty for option, p in options.items() if option != "head_dim")
