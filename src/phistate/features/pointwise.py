@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from phistate.features.base import ExponentialFeatureMap, FeatureMap, Side, check_count
+from phistate.features.base import ExponentialFeatureMap, FeatureMap, Side, check_count, check_features
 
 
 class Elu(FeatureMap):
@@ -164,7 +164,7 @@ class DPFP(FeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``nu`` out of range.
+        ValueError: ``nu`` out of range, or one that makes more than 2²⁰ features.
 
     Paper: Schlag et al. 2021, arXiv:2102.11174.
 
@@ -179,6 +179,7 @@ class DPFP(FeatureMap):
         self.nu = check_count("nu", nu)
         if nu >= 2 * head_dim:
             raise ValueError(f"nu: got {nu}; takes 1 to 2·head_dim − 1 = {2 * head_dim - 1}")
+        check_features("nu", f"{nu} for head_dim = {head_dim}", self.num_features)
 
     @property
     def num_features(self) -> int:
