@@ -216,9 +216,12 @@ def linear_attention(
 
 
 def _check_decay(decay: Tensor | None) -> None:
-    # A trace for the compiler cannot look at values.
-    if decay is not None and not torch.compiler.is_compiling() and not bool((decay <= 0).all()):
-        raise ValueError(f"decay: got a maximum of {decay.max().item():.6g}; takes log-space values ≤ 0")
+    # A trace for the compiler cannot look at values. A NaN is no maximum ≤ 0 either.
+    if decay is None or decay.numel() == 0 or torch.compiler.is_compiling():
+        return
+    largest = decay.detach().amax().item()
+    if not largest <= 0:
+        raise ValueError(f"decay: got a maximum of {largest:.6g}; takes log-space values ≤ 0")
 
 
 def _check_state(
