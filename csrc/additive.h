@@ -2,6 +2,8 @@
 // chunks, and states between the caller's dense arrays and padded panels.
 #pragma once
 
+#include <math.h>
+
 #include "pack.h"
 #include "parallel.h"
 #include "runtime.h"
@@ -50,6 +52,32 @@ inline void pack(const phistate_view& view, int64_t batch, int64_t time, int64_t
         pack_rows(at<float>(view, batch, time, head) + first, view.time, rows, n, gain, live, panel, ld, padded_rows);
 }
 
+// The maps of enum phistate_map. What they make of padding stays zero, and of a NaN, NaN.
+PHISTATE_INLINE F mapped(int64_t map, F x) {
+    const F positive = clamp(x, 0.0f, INFINITY);
+    return map == PHISTATE_MAP_ELU ? positive + exp(clamp(x, -INFINITY, 0.0f)) : positive;
+}
+PHISTATE_INLINE F slope(int64_t map, F x) {
+    return map == PHISTATE_MAP_ELU ? exp(clamp(x, -INFINITY, 0.0f)) : where_positive(x, splat(1.0f));
+}
+
+// pack() of queries or keys, mapped where the call says so.
+inline void pack_features(const phistate_additive& call, const phistate_view& view, int64_t batch, int64_t time, int64_t head, int64_t rows,
+                          const float* gain, const uint8_t* live, float* panel, ptrdiff_t ld, int64_t padded_rows) {
+    const int64_t n = call.key_dim;
+    pack(view, batch, time, head, rows, 0, n, call.map ? nullptr : gain, live, panel, ld, padded_rows);
+    if (!call.map) return;
+    const F factor = splat(static_cast<float>(call.map_scale));
+    for (int64_t r = 0; r < rows; ++r) {
+        if (live && !live[r]) continue;
+        const F g = splat(gain ? gain[r] : 1.0f);
+        for (int64_t c = 0; c < n; c += L) {
+            float* x = panel + r * ld + c;
+            store(x, mapped(call.map, load(x) * factor) * g, static_cast<int>(least<int64_t>(L, n - c)));
+        }
+    }
+}
+
 inline void unpack(const float* panel, ptrdiff_t ld, int64_t rows, int64_t n, const phistate_view& view, int64_t batch, int64_t time,
                    int64_t head, int64_t first, bool add = false, float factor = 1.0f) {
     if (view.dtype == PHISTATE_BF16)
@@ -58,6 +86,25 @@ inline void unpack(const float* panel, ptrdiff_t ld, int64_t rows, int64_t n, co
         unpack_rows(panel, ld, rows, n, at<f16>(view, batch, time, head) + first, view.time, add, factor);
     else
         unpack_rows(panel, ld, rows, n, at<float>(view, batch, time, head) + first, view.time, add, factor);
+}
+
+// unpack() of their gradient: of the features on entry, of what was mapped to them in `target`. `panel` is spent.
+inline void unpack_features_gradient(const phistate_additive& call, float* panel, ptrdiff_t ld, int64_t rows, const phistate_view& view,
+                                     const phistate_view& target, int64_t batch, int64_t time, int64_t head, const uint8_t* live, bool add,
+                                     float factor = 1.0f) {
+    const int64_t n = call.key_dim;
+    if (call.map) {
+        phistate::Scratch scratch;
+        float* x = scratch.floats(rows * ld);
+        pack(view, batch, time, head, rows, 0, n, nullptr, live, x, ld, rows);
+        const F scale = splat(static_cast<float>(call.map_scale));
+        for (int64_t r = 0; r < rows; ++r) {
+            const bool padding = live && !live[r];  // its features are zero whatever it holds
+            for (int64_t c = r * ld; c < r * ld + n; c += L)
+                store(panel + c, padding ? zero() : load(panel + c) * slope(call.map, load(x + c) * scale) * scale);
+        }
+    }
+    unpack(panel, ld, rows, n, target, batch, time, head, 0, add, factor);
 }
 
 // Before a dense output [batch, time, heads, n] is written.

@@ -19,6 +19,8 @@ namespace {
 constexpr int C = 32;
 static_assert(PHISTATE_SEGMENT % C == 0);
 
+constexpr int64_t kGradientBytes = 256 << 10;  // of states' gradients held by a unit
+
 int64_t gcd(int64_t a, int64_t b) { return b ? gcd(b, a % b) : a; }
 int64_t lcm(int64_t a, int64_t b) { return a / gcd(a, b) * b; }
 
@@ -27,20 +29,21 @@ int64_t sharing(const Heads& heads) {
     return lcm(lcm(heads.o / heads.q, heads.o / heads.k), lcm(heads.o / heads.v, heads.readers())) / heads.readers();
 }
 
+// Some neighbouring heads of one sequence.
 struct Unit {
     const phistate_additive& call;
     const Heads heads;
-    const int64_t sequence, key_dim, value_dim, wide, kp, vp;  // wide: value_dim and the normaliser's column
+    const int64_t sequence, first, last, key_dim, value_dim, wide, kp, vp;  // wide: value_dim and the normaliser's column
     const Span span;
     phistate::Scratch scratch;
-    float *k, *kt, *v, *vt, *raw, *q, *d_o, *scores, *between, *rate, *states, *ds, *dq, *dk, *dvt, *dv, *d_decay;
+    float *k, *kt, *v, *vt, *raw, *q, *d_o, *scores, *between, *rate, *states, *gradients, *ds, *dq, *dk, *dvt, *dv, *d_decay;
     float since[C], until[C], scales[C], d_beta[C];
     Ahead ahead;
     Tokens<C> tokens;
     VectorDecay<C> decayed;
 
-    Unit(const phistate_additive& call, int64_t sequence)
-        : call(call), heads(call), sequence(sequence), key_dim(call.key_dim), value_dim(call.value_dim),
+    Unit(const phistate_additive& call, int64_t sequence, int64_t first, int64_t last)
+        : call(call), heads(call), sequence(sequence), first(first), last(last), key_dim(call.key_dim), value_dim(call.value_dim),
           wide(call.value_dim + (call.normalize ? 1 : 0)), kp(round_up(key_dim, L)), vp(round_up(wide, L)), span(span_of(call, sequence)),
           decayed(scratch, vector() ? kp : 0) {
         for (float& x : scales) x = call.normalize ? 1.0f : static_cast<float>(call.scale);
@@ -58,7 +61,7 @@ struct Unit {
         dvt = scratch.zeros(C * vp);  // its rows past `wide` stay zero
         scores = scratch.floats(C * C);
         between = scratch.floats(2 * C * C);
-        ds = scratch.floats(vp * kp);
+        gradients = scratch.floats((last - first) * vp * kp);
         rate = vector() ? scratch.floats(C * kp) : nullptr;
         states = scratch.zeros((call.causal ? PHISTATE_SEGMENT / C : 1) * vp * kp);
     }
@@ -91,7 +94,7 @@ struct Unit {
 
     void read(int64_t time, int64_t rows, int64_t head) {
         tokens.read(call, span, time, rows, head);
-        pack(call.k, span.batch, time, heads.key(head), rows, 0, key_dim, nullptr, tokens.mask, k, kp, C);
+        pack_features(call, call.k, span.batch, time, heads.key(head), rows, nullptr, tokens.mask, k, kp, C);
         values(time, rows, head, tokens.beta, v);
         if (vector()) {
             pack(call.decay, span.batch, time, head, rows, 0, key_dim, nullptr, tokens.mask, rate, kp, C);
@@ -124,7 +127,7 @@ struct Unit {
 
     // One query head's rows: the query scaled, and the gradient of what it read.
     void reader(int64_t time, int64_t rows, int64_t output) {
-        pack(call.q, span.batch, time, heads.query(output), rows, 0, key_dim, scales, tokens.mask, q, kp, C);
+        pack_features(call, call.q, span.batch, time, heads.query(output), rows, scales, tokens.mask, q, kp, C);
         if (wide > value_dim)
             for (int64_t r = 0; r < C; ++r) store(d_o + r * vp + vp - L, zero());
         pack(call.d_o, span.batch, time, output, rows, 0, value_dim, nullptr, tokens.mask, d_o, vp, C);
@@ -215,7 +218,6 @@ struct Unit {
 
     // What the chunk at `time` will read, or write (gradients), while others multiply.
     void look_ahead(int64_t time, int64_t rows, int64_t head, bool backwards) {
-        ahead.clear();
         const int64_t output = head * heads.readers();
         foresee(ahead, call.k, span.batch, time, heads.key(head), rows, 0, key_dim);
         foresee(ahead, call.v, span.batch, time, heads.value(head), rows, 0, value_dim);
@@ -238,12 +240,12 @@ struct Unit {
         product<float>(C, kp / L, wide, {v, vp, 1}, {ds, kp}, {dk, kp, nullptr, 0, scalar_decay() ? until : nullptr}, Part::All,
                        &ahead);
         if (wants_decay) passed_after(keys, dk);
-        product<float>(wide, C / L, key_dim, {ds, kp, 1}, {kt, C}, {dvt, C});
+        product<float>(wide, C / L, key_dim, {ds, kp, 1}, {kt, C}, {dvt, C}, Part::All, &ahead);
         if (scalar_decay())
             for (int64_t i = 0; i < wide * C; i += L) store(dvt + i, load(dvt + i) * load(until + i % C));
         if (vector()) scale_rows(ds, ds, kp, vp, kp, decayed.whole());
         for (int64_t i = 0; i < heads.readers(); ++i) answer(time, rows, head, i, before, wants_decay);
-        unpack(dk, kp, rows, key_dim, call.d_k, span.batch, time, heads.key(head), 0, head % (heads.s / heads.k) != 0);
+        key_gradient(time, rows, head);
         value_gradient(time, rows, head);
         return wants_decay ? decay_gradient(time, rows, head) : 0.0f;
     }
@@ -255,7 +257,7 @@ struct Unit {
         float* d_scores = between + C * C;
         reader(time, rows, output);
         memset(d_scores, 0, C * C * sizeof(float));
-        product<float>(rows, C / L, wide, {d_o, vp, 1}, {vt, C}, {d_scores, C}, Part::LowerOut);
+        product<float>(rows, C / L, wide, {d_o, vp, 1}, {vt, C}, {d_scores, C}, Part::LowerOut, &ahead);
         decay_triangle(d_scores, rows);
         product<float>(C, kp / L, wide, {d_o, vp, 1}, {before, kp}, {dq, kp, nullptr, 0, scalar_decay() ? since : nullptr},
                        Part::All, &ahead);
@@ -272,13 +274,13 @@ struct Unit {
         } else {
             if (wants_decay) passed_before(q, dq);
             memset(scores, 0, C * C * sizeof(float));
-            product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {scores, C}, Part::LowerOut);
+            product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {scores, C}, Part::LowerOut, &ahead);
             if (wants_decay) passed_inside(d_scores, rows);
             decay_triangle(scores, rows);
-            product<float>(rows, kp / L, rows, {d_scores, C, 1}, {k, kp}, {dq, kp, &kOne}, Part::LowerIn);
-            product<float>(rows, kp / L, rows, {d_scores, 1, C}, {q, kp}, {dk, kp, &kOne}, Part::UpperIn);
+            product<float>(rows, kp / L, rows, {d_scores, C, 1}, {k, kp}, {dq, kp, &kOne}, Part::LowerIn, &ahead);
+            product<float>(rows, kp / L, rows, {d_scores, 1, C}, {q, kp}, {dk, kp, &kOne}, Part::UpperIn, &ahead);
         }
-        product<float>(wide, C / L, rows, {d_o, 1, vp}, {scores, C}, {dvt, C, &kOne});
+        product<float>(wide, C / L, rows, {d_o, 1, vp}, {scores, C}, {dvt, C, &kOne}, Part::All, &ahead);
         query_gradient(time, rows, output);
         if (scalar_decay())
             for (int64_t t = 0; t < rows; ++t) scale(q + t * kp, kp, since[t]);
@@ -287,7 +289,13 @@ struct Unit {
     }
 
     void query_gradient(int64_t time, int64_t rows, int64_t output) {
-        unpack(dq, kp, rows, key_dim, call.d_q, span.batch, time, heads.query(output), 0, output % (heads.o / heads.q) != 0, scales[0]);
+        unpack_features_gradient(call, dq, kp, rows, call.q, call.d_q, span.batch, time, heads.query(output), tokens.mask,
+                                 output % (heads.o / heads.q) != 0, scales[0]);
+    }
+
+    void key_gradient(int64_t time, int64_t rows, int64_t head) {
+        unpack_features_gradient(call, dk, kp, rows, call.k, call.d_k, span.batch, time, heads.key(head), tokens.mask,
+                                 head % (heads.s / heads.k) != 0);
     }
 
     // From dvt, the gradient of βV: those of V and β.
@@ -340,42 +348,68 @@ struct Unit {
         return total;
     }
 
-    void causal(int64_t head) {
-        const int64_t length = span.end - span.begin, i = sequence * heads.s + head, size = vp * kp;
+    // The gradient of a head's state, at the end of what has been walked back through.
+    void choose(int64_t head) { ds = gradients + (head - first) * vp * kp; }
+    void begin(int64_t head) {
+        choose(head);
+        const int64_t i = sequence * heads.s + head;
         transpose_in(call.d_s ? call.d_s + i * key_dim * value_dim : nullptr, call.d_z ? call.d_z + i * key_dim : nullptr, ds);
-        double decay_total = 0.0;
-        for (int64_t start = (most<int64_t>(length, 1) - 1) / PHISTATE_SEGMENT * PHISTATE_SEGMENT; start >= 0; start -= PHISTATE_SEGMENT) {
-            if (start > 0) {
-                const float* kept = checkpoint(call, span, span.begin + start, head);
-                transpose_in(kept, kept + key_dim * value_dim, states);
-            } else {
-                transpose_in(call.s0 ? call.s0 + i * key_dim * value_dim : nullptr, call.z0 ? call.z0 + i * key_dim : nullptr, states);
-            }
-            const int64_t stop = least<int64_t>(length, start + PHISTATE_SEGMENT), chunks = (stop - start + C - 1) / C;
-            for (int64_t c = 0; c + 1 < chunks; ++c) {
-                const int64_t time = span.begin + start + c * C, rows = least<int64_t>(C, span.begin + stop - time);
-                read(time, rows, head);
-                look_ahead(time + C, least<int64_t>(C, span.begin + stop - time - C), head, c + 2 == chunks);
-                advance(rows, states + c * size, states + (c + 1) * size);
-            }
-            for (int64_t c = chunks - 1; c >= 0; --c) {
-                const int64_t time = span.begin + start + c * C, rows = least<int64_t>(C, span.begin + stop - time);
-                if (c > 0)
-                    look_ahead(time - C, C, head, true);
-                else
-                    ahead.clear();
-                decay_total += chunk(time, rows, head, states + c * size);
-            }
-        }
-        if (call.decay_kind == PHISTATE_DECAY_HEAD && call.d_decay.data)
-            static_cast<float*>(call.d_decay.data)[i] = static_cast<float>(decay_total);
+    }
+    void finish(int64_t head) {
+        choose(head);
+        const int64_t i = sequence * heads.s + head;
         transpose_out(ds, call.d_s0 ? call.d_s0 + i * key_dim * value_dim : nullptr, call.d_z0 ? call.d_z0 + i * key_dim : nullptr);
+    }
+
+    // Segment by segment, each for all heads: their rows lie side by side.
+    void causal() {
+        const int64_t length = span.end - span.begin;
+        phistate::Scratch once;
+        double* decays_total = static_cast<double*>(once.bytes((last - first) * sizeof(double)));
+        for (int64_t head = first; head < last; ++head) begin(head), decays_total[head - first] = 0.0;
+        for (int64_t start = (most<int64_t>(length, 1) - 1) / PHISTATE_SEGMENT * PHISTATE_SEGMENT; start >= 0; start -= PHISTATE_SEGMENT)
+            for (int64_t head = first; head < last; ++head) decays_total[head - first] += segment(head, start, least(length, start + PHISTATE_SEGMENT));
+        for (int64_t head = first; head < last; ++head) {
+            if (call.decay_kind == PHISTATE_DECAY_HEAD && call.d_decay.data)
+                static_cast<float*>(call.d_decay.data)[sequence * heads.s + head] = static_cast<float>(decays_total[head - first]);
+            finish(head);
+        }
+    }
+
+    // Tokens [start, stop) of the sequence; returns the sum of its decays' gradients.
+    double segment(int64_t head, int64_t start, int64_t stop) {
+        const int64_t i = sequence * heads.s + head, size = vp * kp, chunks = (stop - start + C - 1) / C;
+        choose(head);
+        if (start > 0) {
+            const float* kept = checkpoint(call, span, span.begin + start, head);
+            transpose_in(kept, kept + key_dim * value_dim, states);
+        } else {
+            transpose_in(call.s0 ? call.s0 + i * key_dim * value_dim : nullptr, call.z0 ? call.z0 + i * key_dim : nullptr, states);
+        }
+        for (int64_t c = 0; c + 1 < chunks; ++c) {
+            const int64_t time = span.begin + start + c * C, rows = least<int64_t>(C, span.begin + stop - time);
+            read(time, rows, head);
+            ahead.clear();
+            look_ahead(time + C, least<int64_t>(C, span.begin + stop - time - C), head, c + 2 == chunks);
+            advance(rows, states + c * size, states + (c + 1) * size);
+        }
+        double total = 0.0;
+        for (int64_t c = chunks - 1; c >= 0; --c) {
+            const int64_t time = span.begin + start + c * C, rows = least<int64_t>(C, span.begin + stop - time);
+            ahead.clear();
+            foresee(ahead, call.d_q, span.batch, time, heads.query(head * heads.readers()), rows, 0, key_dim);
+            foresee(ahead, call.d_k, span.batch, time, heads.key(head), rows, 0, key_dim);
+            foresee(ahead, call.d_v, span.batch, time, heads.value(head), rows, 0, value_dim);
+            if (c > 0) look_ahead(time - C, C, head, true);
+            total += chunk(time, rows, head, states + c * size);
+        }
+        return total;
     }
 
     // Every query read the final state: dS gathers over all tokens before any key or value hears of it.
     void not_causal(int64_t head) {
         const int64_t i = sequence * heads.s + head;
-        transpose_in(call.d_s ? call.d_s + i * key_dim * value_dim : nullptr, call.d_z ? call.d_z + i * key_dim : nullptr, ds);
+        begin(head);
         transpose_in(call.s + i * key_dim * value_dim, call.z ? call.z + i * key_dim : nullptr, states);
         for (int64_t time = span.begin; time < span.end; time += C) {
             const int64_t rows = least<int64_t>(C, span.end - time);
@@ -394,10 +428,10 @@ struct Unit {
             transpose_panel(k, kp, C, kp, kt, C);
             product<float>(rows, kp / L, wide, {v, vp, 1}, {ds, kp}, {dk, kp});
             product<float>(wide, C / L, key_dim, {ds, kp, 1}, {kt, C}, {dvt, C});
-            unpack(dk, kp, rows, key_dim, call.d_k, span.batch, time, heads.key(head), 0, head % (heads.s / heads.k) != 0);
+            key_gradient(time, rows, head);
             value_gradient(time, rows, head);
         }
-        transpose_out(ds, call.d_s0 ? call.d_s0 + i * key_dim * value_dim : nullptr, call.d_z0 ? call.d_z0 + i * key_dim : nullptr);
+        finish(head);
     }
 };
 
@@ -409,15 +443,18 @@ int additive_backward(const phistate_additive& call) {
     expect_writes(call, call.d_k, heads.k, call.key_dim);
     expect_writes(call, call.d_v, heads.v, call.value_dim);
     if (call.decay_kind == PHISTATE_DECAY_VECTOR) expect_writes(call, call.d_decay, heads.s, call.key_dim);
-    const int64_t group = sharing(heads), groups = heads.s / group;
+    const int64_t states = call.sequences * heads.s, together = sharing(heads);
+    const int64_t bytes = call.key_dim * call.value_dim * static_cast<int64_t>(sizeof(float));
+    // As in the forward pass, heads of one page of memory run together; those that share a gradient must.
+    int64_t group = together;
+    while (heads.s % (2 * group) == 0 && states / (2 * group) >= phistate::num_threads() && 2 * group * bytes <= kGradientBytes) group *= 2;
+    const int64_t groups = heads.s / group;
     parallel(call.sequences * groups, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-            Unit unit(call, i / groups);
-            for (int64_t head = i % groups * group; head < (i % groups + 1) * group; ++head)
-                if (call.causal)
-                    unit.causal(head);
-                else
-                    unit.not_causal(head);
+            const int64_t first = i % groups * group;
+            Unit unit(call, i / groups, first, first + group);
+            if (call.causal) unit.causal();
+            for (int64_t head = first; !call.causal && head < first + group; ++head) unit.not_causal(head);
         }
     });
     return 0;

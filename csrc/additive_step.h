@@ -65,7 +65,7 @@ inline void step_unit(const phistate_additive& call, int64_t batch, int64_t head
     float* rate = scratch.floats(kp);
     float* zeros = scratch.zeros(kp);  // what a later pass over the same state writes: nothing
     float* ones = scratch.floats(kp);
-    pack(call.k, batch, 0, heads.key(head), 1, 0, K, nullptr, token.mask, k, kp, 1);
+    pack_features(call, call.k, batch, 0, heads.key(head), 1, nullptr, token.mask, k, kp, 1);
     pack(call.v, batch, 0, heads.value(head), 1, 0, V, token.beta, token.mask, v, vp, 1);
     if (call.decay_kind == PHISTATE_DECAY_VECTOR)
         pack(call.decay, batch, 0, head, 1, 0, K, nullptr, token.mask, rate, kp, 1);
@@ -90,7 +90,7 @@ inline void step_unit(const phistate_additive& call, int64_t batch, int64_t head
         for (int64_t r = 0; r < count; ++r) {
             queries[r] = pass.floats(kp);
             out[r] = pass.floats(round_up(V, kStepVectors * L));
-            pack(call.q, batch, 0, heads.query(head * readers + first + r), 1, 0, K, nullptr, token.mask, queries[r], kp, 1);
+            pack_features(call, call.q, batch, 0, heads.query(head * readers + first + r), 1, nullptr, token.mask, queries[r], kp, 1);
         }
         const float *source = first ? to : from, *a = first ? ones : rate, *key = first ? zeros : k;
         switch (count) {

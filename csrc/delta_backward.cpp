@@ -104,6 +104,8 @@ struct Backward {
         foresee(ahead, call.q, span.batch, time, heads.query(head * readers), rows, 0, key_dim);
         foresee(ahead, call.d_o, span.batch, time, head * readers, rows, 0, call.value_dim);
         if (call.d_v.data) foresee(ahead, call.d_v, span.batch, time, heads.value(head), rows, 0, call.value_dim);
+        if (call.d_k.data) foresee(ahead, call.d_k, span.batch, time, heads.key(head), rows, 0, key_dim);
+        if (call.d_q.data) foresee(ahead, call.d_q, span.batch, time, heads.query(head * readers), rows, 0, key_dim);
     }
 
     // Keys and decays of a chunk: a = A, folded = −A diag β, and the keys that read and write the state.
@@ -258,7 +260,7 @@ struct Backward {
             memset(d_value, 0, C * kStrip * sizeof(float));
             product<float>(rows, n, key_dim, {write_keys, kp, 1}, {d_s, kStrip}, {d_value, kStrip}, Part::All, &ahead);
             for (int64_t i = 0; i < readers; ++i)
-                product<float>(rows, n, rows, {p + i * C * C, 1, C}, {d_out + i * C * kStrip, kStrip}, {d_value, kStrip, &kOne}, Part::UpperIn);
+                product<float>(rows, n, rows, {p + i * C * C, 1, C}, {d_out + i * C * kStrip, kStrip}, {d_value, kStrip, &kOne}, Part::UpperIn, &ahead);
             solve_up(rows, n, unfolded, d_value);
             for (int64_t t = 0; t < rows; ++t) d_beta[t] += dot(d_value + t * kStrip, w + t * kStrip, n * L);
             float minus[C];
@@ -269,14 +271,14 @@ struct Backward {
             transpose_panel(s, kStrip, kp, n * L, state_transposed, kp);
             for (int64_t i = 0; i < readers; ++i)
                 product<float>(rows, kp / L, features, {d_out + i * C * kStrip, kStrip, 1}, {state_transposed, kp},
-                               {d_queries + i * C * kp, kp, first});
-            product<float>(rows, kp / L, features, {d_value, kStrip, 1}, {state_transposed, kp}, {d_read, kp, first});
+                               {d_queries + i * C * kp, kp, first}, Part::All, &ahead);
+            product<float>(rows, kp / L, features, {d_value, kStrip, 1}, {state_transposed, kp}, {d_read, kp, first}, Part::All, &ahead);
             transpose_panel(d_s, kStrip, kp, n * L, state_transposed, kp);
-            product<float>(rows, kp / L, features, {written, kStrip, 1}, {state_transposed, kp}, {d_write, kp, first});
+            product<float>(rows, kp / L, features, {written, kStrip, 1}, {state_transposed, kp}, {d_write, kp, first}, Part::All, &ahead);
             transpose_panel(written, kStrip, C, n * L, transposed, C);
-            product<float>(rows, C / L, features, {d_value, kStrip, 1}, {transposed, C}, {d_a, C, first});
+            product<float>(rows, C / L, features, {d_value, kStrip, 1}, {transposed, C}, {d_a, C, first}, Part::All, &ahead);
             for (int64_t i = 0; i < readers; ++i)
-                product<float>(rows, C / L, features, {d_out + i * C * kStrip, kStrip, 1}, {transposed, C}, {d_p + i * C * C, C, first});
+                product<float>(rows, C / L, features, {d_out + i * C * kStrip, kStrip, 1}, {transposed, C}, {d_p + i * C * C, C, first}, Part::All, &ahead);
 
             product<float>(key_dim, n, rows, {read_keys, 1, kp}, {d_value, kStrip}, {d_s, kStrip, keep, keep_step}, Part::All, &ahead);
             for (int64_t i = 0; i < readers; ++i)

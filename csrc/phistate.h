@@ -14,13 +14,15 @@
 #define PHISTATE_API __attribute__((visibility("default")))
 #endif
 
-#define PHISTATE_ABI 3 /* raised whenever a structure or a function below changes */
+#define PHISTATE_ABI 4 /* raised whenever a structure or a function below changes */
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 enum phistate_dtype { PHISTATE_F32 = 1, PHISTATE_BF16 = 2, PHISTATE_F16 = 3 };
+/* Maps that act on each channel x by itself: elu(x) + 1, relu(x). */
+enum phistate_map { PHISTATE_MAP_NONE = 0, PHISTATE_MAP_ELU = 1, PHISTATE_MAP_RELU = 2 };
 enum phistate_decay { PHISTATE_DECAY_NONE = 0, PHISTATE_DECAY_HEAD = 1, PHISTATE_DECAY_SCALAR = 2, PHISTATE_DECAY_VECTOR = 3 };
 
 /* One operand of shape [batch, time, head, features], its last dimension dense. data NULL: absent. */
@@ -67,6 +69,10 @@ typedef struct phistate_additive {
     int64_t log_features;
     const float* log_scale0;                /* of the initial state; NULL: -inf */
     float* log_scale;                       /* of the final state */
+    /* The additive kernels', without log_features: q and k are mapped on the way, features map(map_scale · x); d_q
+     * and d_k are gradients of x. */
+    int64_t map;                            /* enum phistate_map */
+    double map_scale;
 } phistate_additive;
 
 /* One operand of shape [batch, time, groups, channels], any strides; without groups, group is 0. */

@@ -82,7 +82,7 @@ public:
     }
 
 private:
-    static constexpr int kMost = 6;
+    static constexpr int kMost = 8;
     struct Stream {
         const char* data;
         ptrdiff_t row_bytes;

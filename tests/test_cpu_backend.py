@@ -8,7 +8,8 @@ import textwrap
 import pytest
 import torch
 
-from phistate import linear_attention
+from phistate import State, feature_map, linear_attention
+from phistate.features.pointwise import Elu
 from phistate.ops.backends import native
 from phistate.ops.backends.cpu import step_
 from tests.conformance import EVERY_MIXER, INPUTS, Conformance, assert_near, gradients, make_case, oracle
@@ -135,6 +136,85 @@ def test_threads_change_nothing(heads, causal):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["elu", "relu"])
+@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("layout", ["padded", "packed", "one token"])
+def test_map_on_the_way(instruction_set, name, decay, normalize, layout):
+    """A map of a channel is applied by the kernel, backward too; padding may hold anything and stays nothing."""
+    T, heads = (1 if layout == "one token" else 70), (4, 2, 4)
+    case = make_case(decay, "add", normalize, T=T, B=1 if layout == "packed" else 2, heads=heads, K=19, V=21)
+    case.tensors["q"] -= 0.3
+    case.tensors["k"] -= 0.3
+    phi = feature_map(name, head_dim=19, scale=0.6)
+    more = {"cu_seqlens": torch.tensor([0, 5, 5, 40, T])} if layout == "packed" else {}
+    if layout == "padded":
+        more["mask"] = torch.rand(2, T) > 0.3
+    names = [n for n in INPUTS if case.tensors[n] is not None]
+    results = []
+    for dtype, backend in ((torch.float32, "cpu"), (torch.float64, "torch")):
+        one = case.to(torch.float32).to(dtype)
+        for n in names:
+            x = one.tensors[n].detach()
+            if layout == "padded" and n in ("q", "k"):
+                x[~more["mask"]] = torch.nan
+            one.tensors[n] = x.requires_grad_()
+        if layout == "one token":  # alone, normalised, it would read itself whatever q is
+            more["initial_state"] = State(
+                s=torch.linspace(-1, 1, 2 * 4 * 19 * 21).reshape(2, 4, 19, 21).to(dtype),
+                z=torch.linspace(1, 2, 2 * 4 * 19).reshape(2, 4, 19).to(dtype) if normalize else None,
+                tokens=torch.ones(2, dtype=torch.int64),
+                fingerprint=phi.fingerprint,
+            )
+        o, state = linear_attention(
+            **one.tensors, **one.options, **more, feature_map=phi, backend=backend, return_state=True
+        )
+        results.append((o, state.s, *gradients(o, state, [one.tensors[n] for n in names])))
+    for what, got, want in zip(("o", "s", *names), *results, strict=True):
+        assert_near(got, want, torch.float32, what)
+
+
+def test_map_of_a_subclass_is_its_own():
+    class Doubled(Elu):
+        def features(self, x, side, positions):
+            return 2 * super().features(x, side, positions)
+
+    q, k, v = torch.randn(3, 1, 9, 2, 8).unbind()
+    plain = linear_attention(q, k, v, feature_map=Elu(8), backend="cpu")
+    torch.testing.assert_close(linear_attention(q, k, v, feature_map=Doubled(8), backend="cpu"), 4 * plain)
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "scalar", "vector"])
+@pytest.mark.parametrize("heads", [(1, 1, 1), (2, 1, 1), (2, 2, 2)], ids=str)
+def test_sequence_in_parts(decay, heads):
+    """Fewer states than threads: the sequence is cut, and everything is as if it were not."""
+    case = make_case(decay, "add", True, B=1, T=8500, heads=heads, K=9, V=17, strong=0.002).to(torch.float32)
+    names = [n for n in INPUTS if case.tensors[n] is not None]
+    _, begun = linear_attention(**case.time(slice(0, 7)).tensors, **case.options, return_state=True)
+    results = []
+    for threads in (1, 2, 3, 4):
+        torch.set_num_threads(threads)
+        for n in names:
+            case.tensors[n] = case.tensors[n].detach().requires_grad_()
+        o, state = linear_attention(
+            **case.tensors, **case.options, initial_state=begun, backend="cpu", return_state=True
+        )
+        results.append((o, state.s, state.z, *gradients(o, state, [case.tensors[n] for n in names])))
+    for other in results[1:]:
+        for what, got, want in zip(("o", "s", "z", *names), other, results[0], strict=True):
+            assert_near(got, want, torch.float32, what)
+
+
+def test_packed_sequences_in_parts():
+    q, k, v = torch.rand(3, 1, 6000, 1, 8).unbind()
+    bounds = torch.tensor([0, 0, 5, 5990, 6000, 6000])
+    want = linear_attention(q, k, v, cu_seqlens=bounds, backend="cpu", return_state=True)
+    torch.set_num_threads(16)
+    got = linear_attention(q, k, v, cu_seqlens=bounds, backend="cpu", return_state=True)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(got[1].s, want[1].s, rtol=1e-5, atol=1e-4)
+
+
 def test_long_sequence():
     q, k, v = torch.rand(3, 1, 65537, 1, 64).unbind()
     whole, end = linear_attention(q, k, v, normalize=True, backend="cpu", return_state=True)
@@ -151,7 +231,8 @@ def test_opcheck(delta):
     q, k, v = (torch.rand(2, 40, 2, n, requires_grad=True) for n in (8, 8, 6))
     decay = (-torch.rand(2, 40, 2)).requires_grad_()
     s, z = torch.rand(2, 2, 8, 6, requires_grad=True), torch.rand(2, 2, 8, requires_grad=True)
-    options = (0.5, True, True, delta, delta)  # scale, normalize, causal, delta, qk_l2norm
+    # scale, normalize, causal, delta, qk_l2norm, map, map_scale
+    options = (0.5, True, True, delta, delta, None if delta else "elu", 0.7)
     torch.library.opcheck(torch.ops.phistate.additive.default, (q, k, v, decay, None, s, z, None, None, *options, True))
     one = [x.detach()[:, :1] for x in (q, k, v)]
     torch.library.opcheck(

@@ -239,5 +239,7 @@ def test_the_grid():
         Grid(2, low=[0, 0], high=[1, 1], counts=[3])
     with pytest.raises(ValueError, match=r"high: got 0 over low = 1; takes finite edges"):
         Grid(1, low=[1], high=[0], counts=[3])
+    with pytest.raises(ValueError, match=r"counts: got \[4096, 257\], which makes more features than 1048576"):
+        Grid(2, low=[0, 0], high=[1, 1], counts=[4096, 257])
     assert Grid(2, low=[0, 0], high=[1, 2], counts=[3, 4]).num_features == 12
     assert Grid(1, low=[0], high=[1], counts=[3]).fingerprint != Grid(1, low=[0], high=[2], counts=[3]).fingerprint

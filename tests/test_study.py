@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,14 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def called(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
-    """The entry point in this process: exit code and stderr."""
+def called(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
+    """The entry point in this process, which pays for imports once: exit code, stdout, stderr."""
     monkeypatch.setattr(sys, "argv", ["phistate", "features", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
-    assert isinstance(stopped.value.code, int)
-    return stopped.value.code, capsys.readouterr().err
+    code = stopped.value.code or 0
+    assert isinstance(code, int)
+    return code, *capsys.readouterr()
 
 
 def test_every_map_takes_part_in_one_family():
@@ -152,6 +154,21 @@ def test_the_report_stands_alone(found):
     assert "best baseline" in report.headline(found)
 
 
+def test_the_headline_says_when_every_map_loses(found):
+    losing = replace(found, table=[p for p in found.table if p.name in (*BASELINES, "favor+", "rff")])
+    best = min(losing.table, key=lambda p: p.figures.error)
+    assert best.name in BASELINES
+    assert report.headline(losing).startswith(f"No map does better than the best baseline ({best.label}: output error ")
+
+
+def test_the_plots_leave_out_what_has_no_place_on_them(found):
+    wild = replace(found.table[0], figures=replace(found.table[0].figures, error=0.0, delta=math.inf))
+    hopeless = replace(wild, figures=replace(wild.figures, error=1e6, relative_spread=math.inf))
+    odd = replace(found, table=[wild], over_features=[wild, hopeless], over_length=[wild], over_logits=[])
+    assert report.html(odd).count("<svg") == 3
+    assert report.png(odd).startswith(b"\x89PNG")
+
+
 def test_the_command_end_to_end(tmp_path):
     json_file, page = tmp_path / "f.json", tmp_path / "f.html"
     code, out, err = run(
@@ -193,14 +210,14 @@ def test_the_command_end_to_end(tmp_path):
 )
 def test_what_the_command_refuses(monkeypatch, capsys, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
-    code, err = called(monkeypatch, capsys, *arguments)
+    code, _, err = called(monkeypatch, capsys, *arguments)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_layer_of_a_model(tmp_path: Path):
+def test_a_layer_of_a_model(monkeypatch, capsys, tmp_path: Path):
     pytest.importorskip("transformers", reason="transformers is not installed (extra 'models')")
     from tests.test_audit import save_tokenizer, tiny_llama
 
@@ -209,25 +226,14 @@ def test_a_layer_of_a_model(tmp_path: Path):
     save_tokenizer(folder)
     text = tmp_path / "text"
     text.write_text(" ".join(f"w{n % 62}" for n in range(400)))
-    options = [
-        "--model",
-        folder,
-        "--text",
-        text,
-        "--length",
-        24,
-        "--budget",
-        16,
-        "--draws",
-        1,
-        "--maps",
-        "uniform,sderf",
-    ]
-    code, out, err = run(*options, "--layer", 1, "--json", tmp_path / "f.json")
-    assert (code, err) == (0, "")
+    capsys.readouterr()
+    small = ["--length", 24, "--budget", 16, "--draws", 1, "--maps", "uniform,sderf"]
+    options = ["--model", folder, "--text", text, *small]
+    code, out, _ = called(monkeypatch, capsys, *options, "--layer", 1, "--json", tmp_path / "f.json")
+    assert code == 0
     assert "layer 1 of" in json.loads((tmp_path / "f.json").read_text())["source"]
     assert "4 heads on 2" in out
-    code, _, err = run(*options, "--layer", 7)
+    code, _, err = called(monkeypatch, capsys, *options, "--layer", 7)
     assert code == 2
-    assert err.startswith("phistate: --layer: got 7;")
+    assert "phistate: --layer: got 7;" in err
     assert err.rstrip().endswith("has 0 to 2")

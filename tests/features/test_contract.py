@@ -111,6 +111,15 @@ def test_inputs_are_left_alone(name):
         assert torch.equal(x, before)
 
 
+def test_values_do_not_depend_on_whether_gradients_are_kept(name):
+    phi = make(name)
+    x = vectors(2, 5, 3, dtype=torch.float32)
+    for side in sides(phi):
+        with torch.no_grad():
+            plain = side(x, POSITIONS)
+        torch.testing.assert_close(side(x.clone().requires_grad_(), POSITIONS), plain)
+
+
 def test_gradients(name):
     phi = make(name).double()
     # Nothing here lies within the finite difference of a kink.
@@ -280,6 +289,37 @@ def test_unknown_name():
 def test_refuses_wrong_options(name, option, value, error):
     with pytest.raises(error, match=f"{option}: got"):
         feature_map(name, head_dim=4, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "option", "most"),
+    [
+        ("polynomial", 64, "p", 4),
+        ("taylor", 64, "order", 4),
+        ("taylor", 1023, "order", 2),
+        ("dpfp", 1024, "nu", 512),
+        ("polysketch", 4, "sketch_size", 1447),
+        ("favor+", 1, "num_features", 2**20),
+        ("hyperbolic", 1, "num_features", 2**20),
+        ("rff", 1, "num_features", 2**20),
+        ("oprf", 1, "num_features", 2**20),
+        ("sderf", 1, "num_features", 2**20),
+        ("simplex", 2, "num_features", 2**20),
+    ],
+)
+def test_refuses_more_features_than_anyone_can_hold(name, head_dim, option, most):
+    assert feature_map(name, head_dim=head_dim, **{option: most}).num_features <= 2**20
+    for more in (most + 2, 10**9):
+        with pytest.raises(ValueError, match=f"{option}: got {more}") as refused:
+            feature_map(name, head_dim=head_dim, **{option: more})
+        assert "\n" not in str(refused.value)
+
+
+def test_refuses_what_costs_more_than_its_features():
+    with pytest.raises(ValueError, match="head_dim: got 1448, which makes more features than 1048576"):
+        feature_map("rebased", head_dim=1448)
+    with pytest.raises(ValueError, match="num_features: got 16385; takes at most 16384"):
+        feature_map("nystrom", head_dim=1, num_features=2**14 + 1)
 
 
 def test_every_option_has_a_default(name):

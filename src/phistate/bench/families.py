@@ -116,7 +116,10 @@ def _mla(size: Size) -> dict[str, Any]:
 
 def _kimi_linear(size: Size) -> Config:
     fields = {**_common(size), **_mla(size), "num_local_experts": 4, "num_hidden_layers": size.layers}
-    fields |= {"linear_head_dim": size.head, "linear_num_heads": size.width // size.head}
+    # Kimi-Linear-48B: 32 heads of 128 over a width of 2304 in both kinds of layers, 4 widths of it active in an MLP.
+    heads = max(1, round(16 * size.width / (9 * size.head)))
+    fields |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": 4 * size.width}
+    fields |= {"linear_head_dim": size.head, "linear_num_heads": heads}
     # Dense but for the last layer: the size of a model says more then than which experts were hit.
     mlps = ["dense"] * (size.layers - 1) + ["sparse"]
     return "KimiLinearConfig", fields | {"layer_types": _layers(size), "mlp_layer_types": mlps}

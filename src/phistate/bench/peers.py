@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -128,7 +129,8 @@ def _zentorch(case: Case, inputs: Inputs, threads: int) -> Ready:
     if not gated or case.run != "forward" or (isinstance(work, Linear) and work.state):
         raise Missing("zentorch has the chunked gated delta rule only, forward")
     try:
-        importlib.import_module("zentorch")
+        with warnings.catch_warnings(action="ignore"):  # its own affairs
+            importlib.import_module("zentorch")
         operator = torch.ops.zentorch.gdn_chunk_gated_delta_rule_fwd
     except (ImportError, OSError, AttributeError) as error:
         raise Missing(f"zentorch does not import: {' '.join(str(error).split())}") from None

@@ -7,7 +7,7 @@ slows the machine for a while slows both. Its median and quartiles are reported,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,8 @@ ERROR_TOKENS = 512
 _GROWTH = (1024, 4096, 16384, 65536, 262144)
 _TURN = 0.01
 """Seconds one measurement of a fast call lasts at least."""
+_LONG = 1.0
+"""A turn of so many seconds is repeated three times only, one ten times as long not at all."""
 
 
 @dataclass(frozen=True)
@@ -153,20 +155,29 @@ def _row(case: Case, against: Against, threads: int) -> Row:
 
 
 def _by_turns(a: Ready, b: Ready, threads: int, seconds: float) -> tuple[list[float], list[float]]:
-    timers = [(_timer(call.run, call.threads or threads)) for call in (a, b)]
     times: tuple[list[float], list[float]] = ([], [])
     start = time.perf_counter()
     least = 5
     while len(times[0]) < least or (time.perf_counter() - start < seconds and len(times[0]) < 100):
-        for timer, found in zip(timers, times, strict=True):
-            found.append(timer.blocked_autorange(min_run_time=_TURN).median)
-        if times[0][0] + times[1][0] > 1.0:  # a turn takes seconds: the spread of three has to do
-            least = 3
+        for call, found in zip((a, b), times, strict=True):
+            found.append(_seconds(call, threads))
+        turn = times[0][0] + times[1][0]
+        if turn > _LONG:  # the spread of a few has to do
+            least = 1 if turn > 10 * _LONG else 3
     return times
 
 
-def _timer(call: Callable[[], object], threads: int) -> Timer:
-    return Timer("call()", globals={"call": call}, num_threads=threads)
+def _seconds(call: Ready, threads: int) -> float:
+    """Seconds a call: of one where it lasts, of as many as fill a turn where it is short."""
+    torch.set_num_threads(call.threads or threads)
+    start = time.perf_counter()
+    call.run()
+    single = time.perf_counter() - start
+    if single < _LONG / 10:
+        timer = Timer("call()", globals={"call": call.run}, num_threads=call.threads or threads)
+        single = timer.blocked_autorange(min_run_time=_TURN).median
+    torch.set_num_threads(threads)
+    return single
 
 
 def _with_rates(row: Row, case: Case, seconds: float, limits: Limits) -> Row:
@@ -214,10 +225,9 @@ def _growth(case: Case, threads: int, limits: Limits, seconds: float) -> Row:
         work = replace(case, work=case.work.shorter(T))
         calls.append(ours(work, work.work.inputs(case.dtype), threads))
     times: list[list[float]] = [[] for _ in lengths]
-    timers = [_timer(call.run, threads) for call in calls]
     for _ in range(5):
-        for T, timer, found in zip(lengths, timers, times, strict=True):
-            found.append(timer.blocked_autorange(min_run_time=_TURN).median / T)
+        for T, call, found in zip(lengths, calls, times, strict=True):
+            found.append(_seconds(call, threads) / T)
     ratios = [quartiles([a / b for a, b in zip(found, times[0], strict=True)]) for found in times]
     worst = max(ratios, key=lambda ratio: ratio[1])
     each = ", ".join(f"{T}: {1e9 * quartiles(found)[1]:.0f}" for T, found in zip(lengths, times, strict=True))

@@ -102,13 +102,17 @@ def _measure(found: list[Case], numbers: list[int], seconds: float) -> Results:
     load = machine.load()
     rows: list[runner.Row] = []
     measured: list[limits.Limits] = []
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("limits", total=len(found) * len(numbers))
         for count in numbers:
             progress.update(task, description="limits")
             measured.append(limits.measure(count))
             for one in found:
-                progress.update(task, description=f"{one.name}, {count} thread{'s' if count > 1 else ''}")
+                description = f"{one.name}, {count} thread{'s' if count > 1 else ''}"
+                progress.update(task, description=description)
+                if not console.is_terminal:  # a log: a line a case, for a bar is not drawn there
+                    console.print(description, highlight=False)
                 rows += runner.run(one, count, measured[-1], seconds=seconds)
                 progress.advance(task)
     return Results(machine.describe(), measured, rows, load)

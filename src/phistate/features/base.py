@@ -15,6 +15,9 @@ from torch import Tensor, nn
 Side = Literal["query", "key"]
 """Which of the two sides a map is asked for."""
 
+MAX_FEATURES = 2**20
+"""The most a map may make: one key then takes 4 MiB in float32, and a head's state as much for each channel of v."""
+
 
 class FeatureMap(nn.Module, ABC):
     """A map φ whose dot products are a kernel: κ̂(q, k) = φ_q(q)·φ_k(k).
@@ -36,6 +39,14 @@ class FeatureMap(nn.Module, ABC):
     """φ_q(q)·φ_k(k) ≥ 0 for every pair, so that a normalised read is an average."""
     positional: bool = False
     """``query`` and ``key`` need ``positions``."""
+
+    pointwise: str | None = None
+    """The map's name where it acts on each channel by itself and a backend may know it, and apply it on the way."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "features" in vars(cls) and "pointwise" not in vars(cls):
+            cls.pointwise = None  # other features than the base's have not its name
 
     def __init__(self, head_dim: int, *, scale: float | None = None) -> None:
         super().__init__()
@@ -136,13 +147,21 @@ class ExponentialFeatureMap(FeatureMap):
         return self._evaluate(self.log_features, x, "key", positions)
 
 
-def check_count(name: str, value: int, *, least: int = 1) -> int:
-    """``value``, an integer ≥ ``least``; else an error that names the argument."""
+def check_count(name: str, value: int, *, least: int = 1, most: int | None = None) -> int:
+    """``value``, an integer from ``least`` to ``most``; else an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {value!r}; takes an integer ≥ {least}")
     if value < least:
         raise ValueError(f"{name}: got {value}; takes an integer ≥ {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}: got {value}; takes at most {most}")
     return value
+
+
+def check_features(name: str, value: object, count: int) -> None:
+    """Refuses argument ``name`` where the ``count`` features it makes are more than `MAX_FEATURES`."""
+    if count > MAX_FEATURES:
+        raise ValueError(f"{name}: got {value}, which makes more features than {MAX_FEATURES}; takes less")
 
 
 def _check_positions(x: Tensor, positions: Tensor | None) -> None:

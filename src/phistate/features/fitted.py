@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phistate.features.base import ExponentialFeatureMap, FeatureMap, Side, check_count
+from phistate.features.base import MAX_FEATURES, ExponentialFeatureMap, FeatureMap, Side, check_count
 from phistate.features.random import RandomFeatureMap, half_norm
 from phistate.features.rows import Rows, pair_excess
 
@@ -102,7 +102,7 @@ class FavorPlusPlus(FittedFeatureMap, RandomFeatureMap, ExponentialFeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``num_features`` below 1, ``a`` not below 1/8, a call before ``fit`` when ``a`` was not
+        ValueError: ``num_features`` below 1 or above 2²⁰, ``a`` not below 1/8, a call before ``fit`` when ``a`` was not
             given.
 
     Paper: Likhosherstov et al. 2022, arXiv:2205.15317.
@@ -129,7 +129,7 @@ class FavorPlusPlus(FittedFeatureMap, RandomFeatureMap, ExponentialFeatureMap):
         scale: float | None = None,
     ) -> None:
         rows: Rows = "orthogonal" if orthogonal else "independent"
-        super().__init__(head_dim, check_count("num_features", num_features), rows, generator, scale)
+        super().__init__(head_dim, check_count("num_features", num_features, most=MAX_FEATURES), rows, generator, scale)
         if a is not None and not -math.inf < a < 0.125:
             raise ValueError(f"a: got {a}; takes a finite number below 1/8 or None")
         self._await_fit(heads)
@@ -197,7 +197,7 @@ class FavorSharp(FittedFeatureMap, RandomFeatureMap, ExponentialFeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``num_features`` below 1, an unknown ``balance``, a call before ``fit``.
+        ValueError: ``num_features`` below 1 or above 2²⁰, an unknown ``balance``, a call before ``fit``.
 
     Paper: Likhosherstov et al. 2023, arXiv:2302.00787.
 
@@ -225,7 +225,7 @@ class FavorSharp(FittedFeatureMap, RandomFeatureMap, ExponentialFeatureMap):
         scale: float | None = None,
     ) -> None:
         rows: Rows = "orthogonal" if orthogonal else "independent"
-        super().__init__(head_dim, check_count("num_features", num_features), rows, generator, scale)
+        super().__init__(head_dim, check_count("num_features", num_features, most=MAX_FEATURES), rows, generator, scale)
         if balance not in ("none", "diagonal", "full"):
             raise ValueError(f"balance: got {balance!r}; takes 'none', 'diagonal' or 'full'")
         self.balance = balance

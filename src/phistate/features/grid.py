@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phistate.features.base import ExponentialFeatureMap, Side, check_count
+from phistate.features.base import ExponentialFeatureMap, Side, check_count, check_features
 
 
 class Grid(ExponentialFeatureMap):
@@ -29,7 +29,8 @@ class Grid(ExponentialFeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: another number of edges or counts than D, an edge that is not finite, ``high`` not above ``low``.
+        ValueError: another number of edges or counts than D, an edge that is not finite, ``high`` not above ``low``,
+            ``counts`` that make more than 2²⁰ features.
 
     Example:
         >>> import torch
@@ -54,11 +55,13 @@ class Grid(ExponentialFeatureMap):
         for name, given in (("low", low), ("high", high), ("counts", counts)):
             if len(given) != head_dim:
                 raise ValueError(f"{name}: got {len(given)} values; takes head_dim = {head_dim}")
-        axes, volume = [], 1.0
+        axes, volume, size = [], 1.0, 1
         for bottom, top, count in zip(low, high, counts, strict=True):
             if not (math.isfinite(bottom) and math.isfinite(top) and bottom < top):
                 raise ValueError(f"high: got {top} over low = {bottom}; takes finite edges, high above low")
             width = (top - bottom) / check_count("counts", count)
+            size *= count
+            check_features("counts", list(counts), size)
             axes.append(bottom + (torch.arange(count, dtype=torch.float64) + 0.5) * width)
             volume *= width
         self.low, self.high = tuple(low), tuple(high)

@@ -11,6 +11,7 @@ from phistate.features.base import Side, check_count
 from phistate.features.fitted import FittedFeatureMap, by_set, headwise, per_head
 
 _LLOYD_STEPS = 10
+_MOST_LANDMARKS = 2**14  # G^-½ then takes 1 GiB
 # Eigenvalues of the landmarks' kernel below this share of the largest are left out: past it the inverse root
 # magnifies the float32 rounding of the features to the size of the kernel.
 _RANK_TOLERANCE = torch.finfo(torch.float32).eps
@@ -32,7 +33,7 @@ class Nystrom(FittedFeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``num_features`` below 1, a call before ``fit``, a fit to fewer vectors than landmarks.
+        ValueError: ``num_features`` below 1 or above 2¹⁴, a call before ``fit``, a fit to fewer vectors than landmarks.
 
     Papers: Williams & Seeger 2001; for attention, Xiong et al. 2021, arXiv:2102.03902 (there with a
     pseudo-inverse between segment means, here with the symmetric root, so that a state can be kept).
@@ -59,7 +60,7 @@ class Nystrom(FittedFeatureMap):
         scale: float | None = None,
     ) -> None:
         super().__init__(head_dim, scale=scale)
-        size = check_count("num_features", num_features)
+        size = check_count("num_features", num_features, most=_MOST_LANDMARKS)
         self._await_fit(heads)
         self.register_buffer("landmarks", torch.full((self._sets, size, head_dim), math.nan))
         self.register_buffer("root", torch.full((self._sets, size, size), math.nan))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from phistate.features.base import FeatureMap, Side, check_count
+from phistate.features.base import FeatureMap, Side, check_count, check_features
 from phistate.features.polynomial import Monomials
 
 
@@ -74,7 +74,7 @@ class ReBased(FeatureMap):
         scale: softmax scale, None: D ** -0.5; LN leaves of it only what eps sees.
 
     Raises:
-        ValueError: a negative or non-finite ``eps``.
+        ValueError: a negative or non-finite ``eps``, a ``head_dim`` that makes more than 2²⁰ features.
 
     Paper: Aksenov et al. 2024, arXiv:2402.10644.
 
@@ -91,6 +91,7 @@ class ReBased(FeatureMap):
         if not (eps >= 0 and math.isfinite(eps)):
             raise ValueError(f"eps: got {eps}; takes a finite number ≥ 0")
         self.eps = float(eps)
+        check_features("head_dim", head_dim, self.num_features)
         self.query_gain = nn.Parameter(torch.ones(head_dim))
         self.query_shift = nn.Parameter(torch.zeros(head_dim))
         self.key_gain = nn.Parameter(torch.ones(head_dim))

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from phistate.features.base import ExponentialFeatureMap, FeatureMap, Side, check_count
+from phistate.features.base import ExponentialFeatureMap, FeatureMap, Side, check_count, check_features
 
 
 class Elu(FeatureMap):
@@ -28,6 +28,8 @@ class Elu(FeatureMap):
         >>> Elu(2, scale=1.0).query(torch.tensor([[1.0, -30.0]])).log()
         tensor([[  0.6931, -30.0000]])
     """
+
+    pointwise: str | None = "elu"
 
     @property
     def num_features(self) -> int:
@@ -56,9 +58,13 @@ class Relu(FeatureMap):
         tensor([[2., 0.]])
     """
 
+    pointwise: str | None = "relu"
+
     def __init__(self, head_dim: int, *, epsilon: float = 0.0, scale: float | None = None) -> None:
         super().__init__(head_dim, scale=scale)
         self.epsilon = _check_epsilon(epsilon)
+        if self.epsilon:
+            self.pointwise = None
 
     @property
     def num_features(self) -> int:
@@ -158,7 +164,7 @@ class DPFP(FeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``nu`` out of range.
+        ValueError: ``nu`` out of range, or one that makes more than 2²⁰ features.
 
     Paper: Schlag et al. 2021, arXiv:2102.11174.
 
@@ -173,6 +179,7 @@ class DPFP(FeatureMap):
         self.nu = check_count("nu", nu)
         if nu >= 2 * head_dim:
             raise ValueError(f"nu: got {nu}; takes 1 to 2·head_dim − 1 = {2 * head_dim - 1}")
+        check_features("nu", f"{nu} for head_dim = {head_dim}", self.num_features)
 
     @property
     def num_features(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phistate.features.base import FeatureMap, Side, check_count
+from phistate.features.base import FeatureMap, Side, check_count, check_features
 
 # From this many vectors on, blocks beat the table on a CPU (8192 vectors, D = 64, order 2: 2.3× forward, 1.5×
 # backward); below, D small calls cost more than one gather.
@@ -28,7 +28,7 @@ class Polynomial(FeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``p`` below 1.
+        ValueError: ``p`` below 1, or one that makes more than 2²⁰ features.
 
     Example:
         >>> import torch
@@ -41,6 +41,7 @@ class Polynomial(FeatureMap):
     def __init__(self, head_dim: int, *, p: int = 2, scale: float | None = None) -> None:
         super().__init__(head_dim, scale=scale)
         self.p = check_count("p", p)
+        check_features("p", f"{p} for head_dim = {head_dim}", self.num_features)
         self.positive = p % 2 == 0
         self.monomials = Monomials(head_dim, p)
 
@@ -71,7 +72,7 @@ class Taylor(FeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``order`` below 1.
+        ValueError: ``order`` below 1, or one that makes more than 2²⁰ features.
 
     Paper: order 2 as in Based, Arora et al. 2024, arXiv:2402.18668.
 
@@ -88,6 +89,7 @@ class Taylor(FeatureMap):
     def __init__(self, head_dim: int, *, order: int = 2, scale: float | None = None) -> None:
         super().__init__(head_dim, scale=scale)
         self.order = check_count("order", order)
+        check_features("order", f"{order} for head_dim = {head_dim}", self.num_features)
         self.positive = order % 2 == 0
         self.monomials = Monomials(head_dim, order)
 

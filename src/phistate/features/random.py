@@ -8,7 +8,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from phistate.features.base import ExponentialFeatureMap, FeatureMap, Side, check_count
+from phistate.features.base import MAX_FEATURES, ExponentialFeatureMap, FeatureMap, Side, check_count
 from phistate.features.rows import Rows, draw_rows, pair_excess, variance_of_mean
 
 
@@ -105,7 +105,7 @@ class FavorPlus(PositiveRandomFeatures):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``num_features`` below 1.
+        ValueError: ``num_features`` below 1 or above 2²⁰.
 
     Paper: Choromanski et al. 2020, arXiv:2009.14794, Lemma 1-2.
 
@@ -128,7 +128,7 @@ class FavorPlus(PositiveRandomFeatures):
         scale: float | None = None,
     ) -> None:
         rows: Rows = "orthogonal" if orthogonal else "independent"
-        super().__init__(head_dim, check_count("num_features", num_features), rows, generator, scale)
+        super().__init__(head_dim, check_count("num_features", num_features, most=MAX_FEATURES), rows, generator, scale)
 
 
 class Simplex(PositiveRandomFeatures):
@@ -144,7 +144,7 @@ class Simplex(PositiveRandomFeatures):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``num_features`` below 1, ``head_dim`` below 2.
+        ValueError: ``num_features`` below 1 or above 2²⁰, ``head_dim`` below 2.
 
     Paper: Reid et al. 2023, arXiv:2301.13856.
 
@@ -164,7 +164,9 @@ class Simplex(PositiveRandomFeatures):
         generator: torch.Generator | None = None,
         scale: float | None = None,
     ) -> None:
-        super().__init__(head_dim, check_count("num_features", num_features), "simplex", generator, scale)
+        super().__init__(
+            head_dim, check_count("num_features", num_features, most=MAX_FEATURES), "simplex", generator, scale
+        )
 
 
 class Hyperbolic(RandomFeatureMap, ExponentialFeatureMap):
@@ -181,7 +183,7 @@ class Hyperbolic(RandomFeatureMap, ExponentialFeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``num_features`` below 2 or odd.
+        ValueError: ``num_features`` below 2, above 2²⁰ or odd.
 
     Paper: Choromanski et al. 2020, arXiv:2009.14794, Lemma 1-2.
 
@@ -211,8 +213,9 @@ class Hyperbolic(RandomFeatureMap, ExponentialFeatureMap):
 
     def log_features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
         """±Ωx − ‖x‖²/2 − ½ log 2m."""
-        projected = x @ self.directions.to(x.dtype).mT
-        return torch.cat((projected, -projected), -1).add_(half_norm(x) - math.log(self.num_features) / 2)
+        w = self.directions.to(x.dtype)
+        # Twice the product costs less than a copy of it.
+        return (x @ torch.cat((w, -w)).mT).add_(half_norm(x) - math.log(self.num_features) / 2)
 
     def _relative_variance(self, x: Tensor, y: Tensor) -> Tensor:
         squared = (x + y).square().sum(-1)
@@ -234,7 +237,7 @@ class TrigonometricFeatures(RandomFeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``num_features`` below 2 or odd.
+        ValueError: ``num_features`` below 2, above 2²⁰ or odd.
 
     Papers: Rahimi & Recht 2007; Peng et al. 2021, arXiv:2103.02143; the variance as in arXiv:2009.14794,
     Lemma 2.
@@ -268,9 +271,16 @@ class TrigonometricFeatures(RandomFeatureMap):
 
     def features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
         """exp(‖x‖²/2)/√m times cosines and sines."""
-        angle = x @ self.directions.to(x.dtype).mT
-        size = (-half_norm(x)).exp() * len(self.directions) ** -0.5
-        return torch.cat((angle.cos() * size, angle.sin() * size), -1)
+        w = self.directions.to(x.dtype)
+        size = (-half_norm(x)).exp() * len(w) ** -0.5
+        if x.requires_grad:
+            angle = x @ w.mT
+            return torch.cat((angle.cos(), angle.sin()), -1) * size
+        # Without a gradient to keep the angles for, they become the waves in place.
+        waves = x @ torch.cat((w, w)).mT
+        waves[..., : len(w)].cos_()
+        waves[..., len(w) :].sin_()
+        return waves.mul_(size)
 
     def _relative_variance(self, x: Tensor, y: Tensor) -> Tensor:
         squared = (x - y).square().sum(-1)
@@ -289,7 +299,7 @@ def cosh_minus_1(x: Tensor) -> Tensor:
 
 def half_count(num_features: int) -> int:
     """How many directions make ``num_features`` features, two from each."""
-    check_count("num_features", num_features, least=2)
+    check_count("num_features", num_features, least=2, most=MAX_FEATURES)
     if num_features % 2:
         raise ValueError(f"num_features: got {num_features}; takes an even number, two features a direction")
     return num_features // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phistate.features.base import Side, check_count
+from phistate.features.base import Side, check_count, check_features
 from phistate.features.polynomial import Monomials
 from phistate.features.random import RandomFeatureMap
 
@@ -24,7 +24,7 @@ class PolySketch(RandomFeatureMap):
         scale: softmax scale, None: D ** -0.5.
 
     Raises:
-        ValueError: ``sketch_size`` below 1.
+        ValueError: ``sketch_size`` below 1, or one that makes more than 2²⁰ features.
 
     Paper: Kacham et al. 2023, arXiv:2310.01655.
 
@@ -47,6 +47,7 @@ class PolySketch(RandomFeatureMap):
         scale: float | None = None,
     ) -> None:
         size = check_count("sketch_size", sketch_size)
+        check_features("sketch_size", size, size * (size + 1) // 2)
         super().__init__(head_dim, 2 * size, "independent", generator, scale)
         self.sketch_size = size
         self.monomials = Monomials(size, 2)

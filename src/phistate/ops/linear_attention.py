@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phistate.features.base import ExponentialFeatureMap, FeatureMap
 from phistate.ops.backends import choose
-from phistate.ops.backends.base import Call
+from phistate.ops.backends.base import Call, without_padding
 from phistate.ops.checks import (
     check_choice,
     check_heads,
@@ -158,6 +158,8 @@ def linear_attention(
             f"feature_map: got {type(feature_map).__name__}, whose weights may be negative, with normalize=True; "
             "takes a positive map, or signed='allow'"
         )
+    if feature_map is not None and feature_map.head_dim != D:
+        raise ValueError(f"q: got last dimension {D}; takes the feature map's head_dim = {feature_map.head_dim}")
     features = D if feature_map is None else feature_map.num_features
     check_side_input("decay", decay, q, [(heads,), (B, T, heads), (B, T, heads, features)])
     check_side_input("beta", beta, q, [(B, T, heads)])
@@ -173,10 +175,8 @@ def linear_attention(
     if feature_map is not None and feature_map.positional:
         positions = _positions(q, mask, bounds, initial_state)
     phi_q, phi_k, log_features = q, k, False
-    if feature_map is not None:
-        if mask is not None:
-            # What stands in a padded step may be anything, NaN too, and must not reach a gradient.
-            q, k = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (q, k))
+    if feature_map is not None and feature_map.pointwise is None:
+        q, k = without_padding(q, mask), without_padding(k, mask)
         if isinstance(feature_map, ExponentialFeatureMap) and write == "add":
             log_features = True
             phi_q, phi_k = feature_map.log_query(q, positions), feature_map.log_key(k, positions)
@@ -201,6 +201,7 @@ def linear_attention(
         form=form,
         log_features=log_features,
         log_scale=None if initial_state is None else initial_state.log_scale,
+        feature_map=feature_map if feature_map is not None and feature_map.pointwise else None,
     )
     o, s, z, log_scale = choose(call, backend).run(call)
     if not return_state:
@@ -215,9 +216,12 @@ def linear_attention(
 
 
 def _check_decay(decay: Tensor | None) -> None:
-    # A trace for the compiler cannot look at values.
-    if decay is not None and not torch.compiler.is_compiling() and not bool((decay <= 0).all()):
-        raise ValueError(f"decay: got a maximum of {decay.max().item():.6g}; takes log-space values ≤ 0")
+    # A trace for the compiler cannot look at values. A NaN is no maximum ≤ 0 either.
+    if decay is None or decay.numel() == 0 or torch.compiler.is_compiling():
+        return
+    largest = decay.detach().amax().item()
+    if not largest <= 0:
+        raise ValueError(f"decay: got a maximum of {largest:.6g}; takes log-space values ≤ 0")
 
 
 def _check_state(

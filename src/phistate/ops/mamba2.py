@@ -125,8 +125,9 @@ def mamba2_scan(
     y, state = linear_attention(
         C,
         B,
-        (x * step.unsqueeze(-1)).to(x.dtype),
+        x,
         decay=step * A.to(wide),
+        beta=step,
         scale=1.0,
         initial_state=initial_state,
         return_state=True,
@@ -135,7 +136,7 @@ def mamba2_scan(
         backend=backend,
     )
     if D is not None:
-        y = y + (D.unsqueeze(-1) if D.ndim == 1 else D).to(x.dtype) * x
+        y.addcmul_((D.unsqueeze(-1) if D.ndim == 1 else D).to(x.dtype), x)
     if z is not None:
         y = y * F.silu(z).to(x.dtype)
     return (y, state) if return_state else y

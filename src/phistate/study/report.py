@@ -22,8 +22,9 @@ _COLOURS = {
     "signed": ("#d48ab5", "#a83279"),
 }
 _MARKERS = "os^Dvp"
-_LINES = {"baselines": "--"}
-_LARGEST, _LEAST = 1e3, 1e-4  # what a plot shows; beyond, it would be all empty space
+_LINES = {"uniform": ":", "window": "--"}
+_DENOMINATOR = (1e-3, 1e3)  # what the first plot shows; marks beyond lie on its edge
+_HOPELESS = 10.0  # an output error that no longer matters: lines beyond leave their plot
 
 
 def headline(study: Study) -> str:
@@ -35,12 +36,15 @@ def headline(study: Study) -> str:
         return "No feature map fits the budget."
     best = min(maps, key=lambda p: p.figures.error)
     told = f"{best.label} is closest to softmax with {best.features} features: output error {best.figures.error:.2f}"
-    if rivals:
-        rival = min(rivals, key=lambda p: p.figures.error)
-        told += f", against {rival.figures.error:.2f} of the best baseline ({rival.label})"
-        losing = sum(p.figures.error >= rival.figures.error for p in maps)
-        told += f"; {losing} of {len(maps)} maps do no better than that baseline"
-    return told + "."
+    if not rivals:
+        return told + "."
+    rival = min(rivals, key=lambda p: p.figures.error)
+    losing = sum(p.figures.error >= rival.figures.error for p in maps)
+    if losing == len(maps):
+        baseline = f"best baseline ({rival.label}: output error {rival.figures.error:.2f})"
+        return f"No map does better than the {baseline}; the closest is {best.label}, {best.figures.error:.2f}."
+    told += f", against {rival.figures.error:.2f} of the best baseline ({rival.label})"
+    return f"{told}; {losing} of {len(maps)} maps do no better than that baseline."
 
 
 def html(study: Study) -> str:
@@ -52,18 +56,19 @@ def html(study: Study) -> str:
                 "Left to right: how wrong the normaliser is. Bottom to top: how wrong the weights are once the "
                 "normaliser has been divided out, which is what bounds the output's error. A kernel that errs alike on "
                 "every key moves right only, and its output is untouched. Trails run over the budgets; the large mark "
-                "is the study's.",
+                "is the study's, and on the edge where it lies beyond.",
             ),
             Figure(plots.svg(_alone(_denominator, study)), "sd of the kernel's relative error against |δ|"),
             Heading(
                 "Error against features",
-                "The output's error relative to softmax's output; 1 is as wrong as no output at all. A map "
-                "of a fixed size is a single mark.",
+                "The output's error relative to softmax's output; 1 is as wrong as no output at all, and what errs by "
+                f"more than {_HOPELESS:g} is not shown. A map of a fixed size is a single mark.",
             ),
             Figure(plots.svg(_alone(_over_features, study)), "output error against the number of features"),
             Heading(
                 "Error against length",
-                f"At a budget of {study.budget} features, for the last queries of ever longer sequences.",
+                f"At a budget of {study.budget} features, for the last queries of ever longer sequences. The window is "
+                "exact while it holds them whole, and shown from where it does not.",
             ),
             Figure(plots.svg(_alone(_over_length, study)), "output error against the sequence's length"),
         ]
@@ -85,15 +90,11 @@ def html(study: Study) -> str:
 def png(study: Study) -> bytes:
     """The plots on one sheet."""
     panels = [_denominator, _over_features, _over_length, *([_over_logits] if study.over_logits else [])]
+    rows, columns = (2, 2) if len(panels) == 4 else (1, len(panels))
     with plots.style():
-        drawn = plots.figure(15, 11.5)
-        drawn.suptitle(
-            f"{headline(study)}\n{setting(study)}", x=0.01, ha="left", fontsize=11, color=plots.INK, wrap=True
-        )
-        axes = drawn.subplots(2, 2).flatten()
-        for axis in axes[len(panels) :]:
-            axis.axis("off")
-        for panel, axis in zip(panels, axes, strict=False):
+        drawn = plots.figure(1.5 + 6.75 * columns, 0.5 + 5.5 * rows)
+        drawn.suptitle(f"{headline(study)}\n{setting(study)}", x=0.01, ha="left", fontsize=11, color=plots.INK)
+        for panel, axis in zip(panels, drawn.subplots(rows, columns).flatten(), strict=True):
             panel(axis, study)
         _legend(drawn, study)
         return plots.png(drawn)
@@ -155,7 +156,7 @@ def _number(value: float) -> str:
 def _footer(study: Study) -> str:
     return (
         f"phistate {__version__}: {study.draws} draws of every random map, seed {study.seed}; errors in float64 on the "
-        f"last queries of a causal sequence; times in float32 on {study.threads} threads, the least of three; "
+        f"last queries of a causal sequence; times in float32 on {study.threads} threads, the least of several; "
         f"{study.seconds:.0f} s."
     )
 
@@ -176,8 +177,8 @@ def _looks(name: str) -> dict[str, Any]:
             return {
                 "color": colours[place % len(colours)],
                 "marker": _MARKERS[place % len(_MARKERS)],
-                "linestyle": (":" if name == "uniform" else "--") if family.name == "baselines" else "-",
-                "zorder": 4 if family.name == "baselines" else 3,
+                "linestyle": _LINES.get(name, "-"),
+                "zorder": 4 if name in BASELINES else 3,
             }
     raise AssertionError(f"{name} belongs to no family")
 
@@ -186,41 +187,42 @@ def _legend(drawn: Any, study: Study) -> None:
     from matplotlib.lines import Line2D
 
     present = {p.name for p in (*study.table, *study.over_features)}
-    handles = []
+    handles: list[Line2D] = []
+    titles: list[int] = []
     for family in FAMILIES:
         members = [name for name in family.members if name in present]
         if members:
+            titles.append(len(handles))
             handles.append(Line2D([], [], linestyle="", label=family.name))
             handles += [Line2D([], [], label=name, **_looks(name)) for name in members]
     legend = drawn.legend(handles=handles, loc="outside right upper", fontsize=9, handlelength=2.2)
-    titles = {family.name for family in FAMILIES}
-    for text in legend.get_texts():
-        if text.get_text() in titles:
-            text.set_fontweight("bold")
-            text.set_color(plots.SOFT)
+    texts = legend.get_texts()
+    for at in titles:
+        texts[at].set_fontweight("bold")
+        texts[at].set_color(plots.SOFT)
 
 
 def _denominator(axis: Any, study: Study) -> None:
     for name, points in _by_name(study.over_features):
         looks = _looks(name)
-        x = [_within(p.figures.delta) for p in points]
-        y = [_within(p.figures.relative_spread) for p in points]
+        x, y = _places(points)
         axis.plot(x, y, alpha=0.55, **{**looks, "linewidth": 1.2, "markersize": 3})
     for point in study.table:
-        looks = _looks(point.name)
-        axis.plot(_within(point.figures.delta), _within(point.figures.relative_spread), **{**looks, "markersize": 9})
-    axis.axhline(1, color=plots.SOFT, linewidth=0.8, linestyle=(0, (2, 3)))
-    axis.annotate(
-        "below: the output follows softmax's",
-        (0.01, 1),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, -4),
-        textcoords="offset points",
-        va="top",
-        fontsize=8,
+        x, y = _places([point])
+        axis.plot(x, y, clip_on=False, **{**_looks(point.name), "markersize": 9})
+    _logarithmic(axis)
+    bottom = min(axis.get_ylim()[0], 0.3)  # room for the words, where hardly anything lies
+    axis.set_ylim(bottom=bottom)
+    axis.axhspan(bottom, 1, color=plots.RULE, alpha=0.4, zorder=0)
+    axis.text(
+        0.99,
+        0.015,
+        "shaded: the output is off by less than the values' own spread",
+        transform=axis.transAxes,
+        ha="right",
+        fontsize=9,
         color=plots.SOFT,
     )
-    _logarithmic(axis, x=True)
     axis.set_title("The denominator first")
     axis.set_xlabel("|δ|, the denominator's relative error (median)")
     axis.set_ylabel("sd_p(ε)/|1+δ|, the weights' (median)")
@@ -246,29 +248,40 @@ def _over_logits(axis: Any, study: Study) -> None:
 
 def _lines(axis: Any, points: Sequence[Point], x: Callable[[Point], float]) -> None:
     for name, line in _by_name(points):
-        along = sorted(line, key=x)
-        axis.plot([x(p) for p in along], [_within(p.figures.error) for p in along], **_looks(name))
-    _logarithmic(axis, x=True)
-    ticks = sorted({x(p) for p in points})
+        # A logarithm has no place for what is exact.
+        along = sorted((p for p in line if p.figures.error > 0), key=x)
+        axis.plot([x(p) for p in along], [p.figures.error for p in along], **_looks(name))
+    ticks = sorted({x(p) for p in points}) or [1.0]
+    shown = [p.figures.error for p in points if 0 < p.figures.error <= _HOPELESS] or [1.0]
+    axis.set_xlim(ticks[0] / 1.2, ticks[-1] * 1.2)
+    axis.set_ylim(min(shown) / 1.2, max(shown) * 1.2)
+    _logarithmic(axis)
     if len(ticks) <= 8:
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.set_ylabel("output error ‖ô−o‖/‖o‖")
+    axis.set_ylabel(f"output error ‖ô−o‖/‖o‖ (up to {_HOPELESS:g})")
 
 
-def _logarithmic(axis: Any, *, x: bool) -> None:
-    from matplotlib.ticker import FuncFormatter
+def _logarithmic(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(plain)
-    if x:
-        axis.set_xscale("log")
-        axis.xaxis.set_major_formatter(plain)
+    for along in (axis.xaxis, axis.yaxis):
+        low, high = along.get_view_interval()
+        along.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+        along.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        along.set_minor_locator(NullLocator())
 
 
 def _by_name(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
     return [(name, list(line)) for name, line in groupby(sorted(points, key=lambda p: p.name), lambda p: p.name)]
 
 
-def _within(value: float) -> float:
-    return min(max(value, _LEAST), _LARGEST)
+def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    """Where points lie on the first plot."""
+    least, largest = _DENOMINATOR
+
+    def within(value: float) -> float:
+        return min(max(value, least), largest)
+
+    return [within(p.figures.delta) for p in points], [within(p.figures.relative_spread) for p in points]

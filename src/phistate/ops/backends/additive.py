@@ -19,14 +19,16 @@ from phistate.ops.backends import native
 SEGMENT = 512
 """PHISTATE_SEGMENT: tokens between two states kept for backward."""
 
-# struct phistate_additive: 8-byte fields, all integers or pointers but scale, the 18th; a view is five of them.
-_LAYOUT = struct.Struct("=17qd74q")
+# struct phistate_additive: 8-byte fields, integers or pointers all but scale, the 18th, and map_scale, the last; a view
+# is five of them.
+_LAYOUT = struct.Struct("=17qd75qd")
 _NONE = (0, 0, 0, 0, 0)
 _DTYPES = native.DTYPES
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? s, Tensor? z, Tensor? mask, "
-    "Tensor? cu_seqlens, float scale, bool normalize, bool causal, bool delta, bool qk_l2norm"
+    "Tensor? cu_seqlens, float scale, bool normalize, bool causal, bool delta, bool qk_l2norm, str? map, "
+    "float map_scale"
 )
 
 _LOG_SCHEMA = (
@@ -120,6 +122,9 @@ def _head(
 
 _NO_BACKWARD = (0,) * 34
 _NO_LOGS = (0, 0, 0)
+_NO_MAP = (0, 0.0)
+MAPS = {None: 0, "elu": 1, "relu": 2}
+"""enum phistate_map, by the names of :attr:`phistate.features.FeatureMap.pointwise`."""
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int]:
@@ -160,6 +165,8 @@ def _additive(
     causal: bool,
     delta: bool,
     qk_l2norm: bool,
+    map: str | None,
+    map_scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = _dense(q), _dense(k), _dense(v)
@@ -177,6 +184,7 @@ def _additive(
         *_NO_BACKWARD,
         qk_l2norm,
         *_NO_LOGS,
+        *(MAPS[map], map_scale),
     )
     if _kernel("delta_forward" if delta else "additive_forward")(_LAYOUT.pack(*fields)):
         native.check(-1)
@@ -223,6 +231,7 @@ def _additive_log(
         *_NO_BACKWARD,
         0,
         *(1, _data(log_scale), final_log_scale.data_ptr()),
+        *_NO_MAP,
     )
     if _kernel("additive_forward")(_LAYOUT.pack(*fields)):
         native.check(-1)
@@ -255,6 +264,7 @@ def _additive_step_(
         *_NO_BACKWARD,
         qk_l2norm,
         *_NO_LOGS,
+        *_NO_MAP,
     )
     if _kernel("delta_forward" if delta else "additive_forward")(_LAYOUT.pack(*fields)):
         native.check(-1)
@@ -276,6 +286,8 @@ def _additive_backward(
     causal: bool,
     delta: bool,
     qk_l2norm: bool,
+    map: str | None,
+    map_scale: float,
     d_o: Tensor,
     d_s: Tensor | None,
     d_z: Tensor | None,
@@ -326,6 +338,7 @@ def _additive_backward(
         d_z0.data_ptr() if wants_z else 0,
         qk_l2norm,
         *_NO_LOGS,
+        *(MAPS[map], map_scale),
     )
     if _kernel("delta_backward" if delta else "additive_backward")(_LAYOUT.pack(*fields)):
         native.check(-1)
@@ -380,6 +393,8 @@ def _fake_additive(
     causal: bool,
     delta: bool,
     qk_l2norm: bool,
+    map: str | None,
+    map_scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _outputs(q, k, v, cu_seqlens, normalize, causal, keep)
@@ -413,7 +428,7 @@ def _fake_step(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, decay, beta, s, z, mask, cu_seqlens, *options, _keep = inputs
     o, final_s, final_z, checkpoints, denominators = output
-    _scale, normalize, causal, _delta, _qk_l2norm = options
+    _scale, normalize, causal, *_ = options
     # The output is read again only where it was a quotient, the final state only where every query read it.
     void = q.new_empty(0)
     held = (o if normalize else void, void if causal else final_s, void if causal else final_z)
@@ -439,7 +454,7 @@ def _backward(
         *wanted,
     )
     side = [x if want else None for x, want in zip((d_decay, d_beta, d_s0, d_z0), wanted, strict=True)]
-    return (*gradients, *side, *(None,) * 8)
+    return (*gradients, *side, *(None,) * 10)
 
 
 library.impl("additive", _additive, "CPU")

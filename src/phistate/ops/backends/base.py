@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from phistate.features import FeatureMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +21,9 @@ class Call:
 
     With ``log_features`` q and k are the logarithms of the features, float32 (float64 for float64 inputs), the write is
     additive, and ``log_scale [N,Hs,K]`` is the running maximum that s and z are relative to (None: no history).
+
+    With a ``feature_map``, which has a name for :attr:`~phistate.features.FeatureMap.pointwise`, q and k have yet to go
+    through it.
     """
 
     q: Tensor
@@ -38,6 +43,15 @@ class Call:
     form: str
     log_features: bool = False
     log_scale: Tensor | None = None
+    feature_map: FeatureMap | None = None
+
+    def mapped(self) -> Call:
+        """The same call with features for q and k."""
+        phi = self.feature_map
+        if phi is None:
+            return self
+        q, k = phi.query(without_padding(self.q, self.mask)), phi.key(without_padding(self.k, self.mask))
+        return replace(self, q=q, k=k, feature_map=None)
 
     @property
     def state_heads(self) -> int:
@@ -53,6 +67,11 @@ class Call:
     def accumulation(self) -> torch.dtype:
         """The type of states and sums: float64 for float64 inputs, float32 for all others."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+def without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """``x [B,T,H,D]`` with zeros in padded steps: what stands there may be NaN, and must not reach a gradient."""
+    return x if mask is None else x.masked_fill(~mask[:, :, None, None], 0.0)
 
 
 class Result(NamedTuple):

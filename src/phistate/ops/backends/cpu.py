@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import phistate.ops.backends.additive  # noqa: F401  (defines the operators)
 from phistate.ops.backends import native
-from phistate.ops.backends.base import Call, Result
+from phistate.ops.backends.additive import MAPS  # the module defines the operators
+from phistate.ops.backends.base import Call, Result, without_padding
 from phistate.ops.log_space import by_vector_decay
 
 # Asked once, at import: a compiler's trace cannot ask a library. A PHISTATE_ISA that cannot be honoured raises here.
@@ -36,7 +36,10 @@ class CpuBackend:
         """See :class:`~phistate.ops.backends.base.Backend`."""
         if call.log_features:
             return self._run_log(call)
-        q, k, delta = call.q, call.k, call.write == "delta"
+        delta, phi = call.write == "delta", call.feature_map
+        if phi is not None and (delta or call.qk_l2norm or phi.pointwise not in MAPS):  # no kernel maps on the way
+            call, phi = call.mapped(), None
+        q, k = call.q, call.k
         if call.qk_l2norm and not delta:  # the delta kernels do it themselves
             q, k = _l2norm(q, call.mask), _l2norm(k, call.mask)
         inputs = (q, k, call.v, call.decay, call.beta, call.s, call.z)
@@ -51,6 +54,8 @@ class CpuBackend:
                 call.causal,
                 delta,
                 call.qk_l2norm and delta,
+                None if phi is None else phi.pointwise,
+                0.0 if phi is None else phi.scale**0.5,
                 keep,
             ),
         )
@@ -112,8 +117,6 @@ def step_(
 
 
 def _l2norm(x: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is not None:
-        x = x.masked_fill(~mask[:, :, None, None], 0.0)  # a padded NaN must not reach a gradient
-    wide = x.float()
+    wide = without_padding(x, mask).float()
     # 1e-6 is part of the models' definition of this norm, not a guard of ours.
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI = 3
+ABI = 4
 """The number csrc/phistate.h defines as PHISTATE_ABI."""
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}

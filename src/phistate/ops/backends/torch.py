@@ -28,6 +28,7 @@ class TorchBackend:
         """See :class:`~phistate.ops.backends.base.Backend`."""
         if call.log_features:
             return by_vector_decay(call, self.run)
+        call = call.mapped()
         q, k, v, decay, beta = _prepare(call)
         T = k.shape[2]
         S = _initial(call, k, v)
