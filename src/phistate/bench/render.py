@@ -212,10 +212,11 @@ This page is written by `phistate bench ops --markdown docs/benchmarks.md`; noth
 Every case of the registry (`phistate bench ops --list`) is run beside each of its peers in one process: a turn is one
 `torch.utils.benchmark` measurement of ours and one of the peer's, and the turns alternate. **Ours / peer** is the
 median of the turns' ratios with its quartiles in brackets, so that what slows the machine slows both; times are
-medians. A turn of more than ten seconds is not repeated. Inputs are the same for both, each in the memory layout it likes best; rearranging them is not timed. torch's
-threads and onnxruntime's are set to the same number; onnxruntime's workers may spin while it runs but stop at the end
-of each run (`session.force_spinning_stop`), so neither pool takes the other's cores, and its inputs and outputs are
-bound to torch's memory, so it pays for no copy. zentorch shares torch's OpenMP runtime.
+medians. A turn of more than ten seconds is not repeated. Inputs are the same for both, each in the memory layout it
+likes best; rearranging them is not timed. torch's threads and onnxruntime's are set to the same number; onnxruntime's
+workers may spin while it runs but stop at the end of each run (`session.force_spinning_stop`), so neither pool takes
+the other's cores, and its inputs and outputs are bound to torch's memory, so it pays for no copy. zentorch shares
+torch's OpenMP runtime.
 
 **Peers.** `torch`: the chunked reference in plain PyTorch, in bfloat16 under autocast. `sdpa`: torch's exact softmax
 attention, another function at the same shapes. `onnxruntime`: its `com.microsoft` kernels, float32 always, also beside
@@ -246,8 +247,8 @@ Sampled on an Intel Xeon with AVX-512 and 2 MiB of L2, one thread, float32, 1024
   Half of a chunk's scores lie above its diagonal and are computed, not counted. The other 20 % is packing: heads lie
   far apart in memory, so rows are copied to panels once, and wait for memory there although they were prefetched.
 - *Gated delta.* 82 % products, 18 % packing, norms, decays and the triangular solve.
-- *KDA.* 57 % products; the rest is one decay for each feature: exponentials, and scores by sub-blocks of the chunk whose
-  decays are all at most one, where a scalar decay is applied to finished scores.
+- *KDA.* 57 % products; the rest is one decay for each feature: exponentials, and scores by sub-blocks of the chunk
+  whose decays are all at most one, where a scalar decay is applied to finished scores.
 - *bfloat16.* Operands are widened and multiplied in float32: VDPBF16PS runs at half the rate of a float32 multiply-add
   per instruction here, so it gains nothing. The matrix unit, ten times as fast, is not used yet; the last column
   counts it.
