@@ -248,8 +248,10 @@ struct Backward {
         if (call.d_decay.data) pass_through(state);
         float d_beta[C] = {}, unfolded[C * C];
         // −Aᵀ diag β, upper triangular.
+        transpose_panel(a, C, C, C, unfolded, C);
         for (int64_t t = 0; t < C; ++t)
-            for (int64_t j = 0; j < C; ++j) unfolded[t * C + j] = -a[j * C + t] * tokens.beta[j];
+            for (int64_t j = 0; j < C; j += L)
+                store(unfolded + t * C + j, PHISTATE_NS::load(unfolded + t * C + j) * PHISTATE_NS::load(tokens.beta + j) * splat(-1.0f));
         for (int64_t j = 0; j < strips; ++j) {
             const int64_t n = columns.width_vectors(j), features = columns.count(j) + columns.skip(j);
             const float *w = found_strip(chunk, j), *s = state + j * kp * kStrip;
@@ -369,14 +371,18 @@ struct Backward {
             d_rates[t] += earlier;
             earlier += dot(keys + t * kp, d_write + t * kp, kp);
         }
-        for (int64_t t = 1; t < rows; ++t) {
-            float path = 0.0f;  // to t, from tokens before i
-            for (int64_t i = 1; i <= t; ++i) {
-                const int64_t at = t * C + i - 1;
-                path += a[at] * d_a[at];
-                for (int64_t reader = 0; reader < readers; ++reader) path += p[reader * C * C + at] * d_p[reader * C * C + at];
-                d_rates[i] += path;
+        float paths[C] = {};  // from each token to those from t on
+        for (int64_t t = rows - 1; t > 0; --t) {
+            F total = zero();
+            for (int64_t c = 0; c < t; c += L) {
+                const int64_t at = t * C + c;
+                F x = fma(PHISTATE_NS::load(a + at), PHISTATE_NS::load(d_a + at), PHISTATE_NS::load(paths + c));
+                for (int64_t i = 0; i < readers; ++i)
+                    x = fma(PHISTATE_NS::load(p + i * C * C + at), PHISTATE_NS::load(d_p + i * C * C + at), x);
+                store(paths + c, x);
+                total += PHISTATE_NS::load(static_cast<const float*>(paths) + c, static_cast<int>(least<int64_t>(L, t - c)));
             }
+            d_rates[t] += sum(total);
         }
     }
 
