@@ -12,3 +12,5 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 html_theme = "furo"
 html_title = "phistate"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]

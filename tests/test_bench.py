@@ -208,7 +208,7 @@ def test_bench_ops_end_to_end(tmp_path, monkeypatch):
 
     assert command(monkeypatch, "bench", "ops", "--from", str(first), "--markdown", str(page)) == 0
     text = page.read_text()
-    assert "| additive-linear-256 | sdpa |" in text
+    assert "| `additive-linear-256` | sdpa |" in text
     assert found["machine"]["processor"] in text
 
 

@@ -112,7 +112,7 @@ def markdown(results: Results) -> str:
         rows = [row for row in results.rows if row.threads == limits.threads]
         lines += ["", f"### {limits.threads} thread{'s' if limits.threads > 1 else ''}", ""]
         lines += ["| case | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 1)]
-        lines += ["| " + " | ".join((row.case, *_cells(row))) + " |" for row in rows]
+        lines += ["| " + " | ".join((f"`{row.case}`", *_cells(row))) + " |" for row in rows]
         if told := remarks(rows):
             lines += ["", *(f"- {remark}" for remark in told)]
     return "\n".join(lines) + "\n"
@@ -139,7 +139,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.peer,
         _milliseconds(row.ours),
         _milliseconds(row.peer_time),
-        _ratio(row.ratio),
+        _ratio(row),
         _bar(row),
         _met(row),
         _error(row.error),
@@ -175,23 +175,33 @@ def _milliseconds(seconds: float | None) -> str:
     """
     if seconds is None:
         return "–"
-    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+    return _digits(1e3 * seconds)
 
 
-def _ratio(ratio: tuple[float, float, float] | None) -> str:
-    """The median and its quartiles; as a speed-up where ours is more than five times faster.
+def _ratio(row: Row) -> str:
+    """The median and its quartiles, if there was more than one turn; as a speed-up where ours is five times faster.
 
-    >>> _ratio((0.5, 0.6, 0.7)), _ratio((0.01, 0.0125, 0.02))
-    ('0.60 (0.50–0.70)', '80× faster (50–100)')
+    >>> _ratio(Row("a", "torch", 1, "float32", ours=1.0, ratio=(0.5, 0.6, 0.7)))
+    '0.60 (0.50–0.70)'
+    >>> _ratio(Row("a", "torch", 1, "float32", ours=1.0, ratio=(0.01, 0.0125, 0.02)))
+    '80× faster (50–100)'
+    >>> _ratio(Row("a", "torch", 1, "float32", ours=1.0, ratio=(0.0005, 0.0005, 0.0005)))
+    '2000× faster'
     """
-    if ratio is None:
+    if row.ratio is None:
         return "–"
-    low, middle, high = ratio
-    if low == middle == high:
-        return f"{middle:.2f}"
-    if 0 < high < 0.2:
-        return f"{1 / middle:.3g}× faster ({1 / high:.3g}–{1 / low:.3g})"
-    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+    low, middle, high = row.ratio
+    faster = row.ours is not None and 0 < high < 0.2
+    shown = [
+        _digits(1 / x) if faster else f"{x:.2f}" for x in (middle, high if faster else low, low if faster else high)
+    ]
+    text = f"{shown[0]}× faster" if faster else shown[0]
+    return text if low == middle == high else f"{text} ({shown[1]}–{shown[2]})"
+
+
+def _digits(x: float) -> str:
+    """Three digits, more where the number has them before the point."""
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
 def _error(error: float | None) -> str:
