@@ -219,7 +219,7 @@ def test_what_the_command_refuses(monkeypatch, capsys, tmp_path, arguments, mess
 
 def test_a_layer_of_a_model(monkeypatch, capsys, tmp_path: Path):
     pytest.importorskip("transformers", reason="transformers is not installed (extra 'models')")
-    from tests.test_audit import save_tokenizer, tiny_llama
+    from tests.audit.conftest import save_tokenizer, tiny_llama
 
     folder = tmp_path / "model"
     tiny_llama().save_pretrained(folder)
