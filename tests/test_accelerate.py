@@ -7,10 +7,10 @@ import functools
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from phistate.bench.families import FAMILIES, Size, family_config, random_model
 from phistate.hf import accelerate
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 SIZE = Size(layers=4, width=64, head=32, state=16, vocab=97)
 TOLERANCE = 1e-4
@@ -23,14 +23,9 @@ CACHED = [name for name in FAMILIES if name not in ("recurrent_gemma", "minimax"
 PACKED_LAYERS = ["glm5_next", "granitemoehybrid", "minimax", "mamba", "falcon_mamba", "jamba", "mamba2"]
 PACKED = [name for name in FAMILIES if name not in (*PACKED_LAYERS, "recurrent_gemma")]
 
+transformers.logging.set_verbosity_error()  # that a fallback is slow is known here
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    import transformers
-
-    transformers.logging.set_verbosity_error()
 
 
 @functools.cache

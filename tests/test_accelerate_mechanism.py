@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from phistate.hf import accelerate
 from phistate.hf.diagonal import diagonal_scan
 from phistate.hf.packing import packing
-from tests.test_accelerate import SIZE, assert_close, continued, logits, mixers, model, quiet, tokens  # noqa: F401
+from tests.test_accelerate import SIZE, assert_close, continued, logits, mixers, model, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
