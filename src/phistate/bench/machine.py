@@ -139,20 +139,4 @@ def _native() -> Native:
 
 def _small_call() -> Call:
     x = torch.zeros(1, 1, 1, 4)
-    return Call(
-        q=x,
-        k=x,
-        v=x,
-        decay=None,
-        beta=None,
-        write="add",
-        normalize=False,
-        scale=1.0,
-        causal=True,
-        qk_l2norm=False,
-        s=None,
-        z=None,
-        mask=None,
-        cu_seqlens=None,
-        form="auto",
-    )
+    return Call(x, x, x)

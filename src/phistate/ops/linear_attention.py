@@ -331,21 +331,17 @@ def linear_attention_step_(
     normalize = state.z is not None
     _check_state(state, (q.shape[0], heads, features, v.shape[3]), q, normalize, None)
     call = Call(
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         decay=decay,
         beta=beta,
         write=write,
         normalize=normalize,
         scale=features**-0.5 if scale is None else float(scale),
-        causal=True,
         qk_l2norm=qk_l2norm,
         s=state.s,
         z=state.z,
-        mask=None,
-        cu_seqlens=None,
-        form="auto",
     )
     with torch.no_grad():
         o = choose(call, backend).step_(call)

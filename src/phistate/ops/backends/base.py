@@ -29,18 +29,18 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
-    decay: Tensor | None
-    beta: Tensor | None
-    write: str
-    normalize: bool
-    scale: float
-    causal: bool
-    qk_l2norm: bool
-    s: Tensor | None
-    z: Tensor | None
-    mask: Tensor | None
-    cu_seqlens: Tensor | None
-    form: str
+    decay: Tensor | None = None
+    beta: Tensor | None = None
+    write: str = "add"
+    normalize: bool = False
+    scale: float = 1.0
+    causal: bool = True
+    qk_l2norm: bool = False
+    s: Tensor | None = None
+    z: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    form: str = "auto"
     log_features: bool = False
     log_scale: Tensor | None = None
     feature_map: FeatureMap | None = None
