@@ -260,8 +260,8 @@ Sampled on an Intel Xeon with AVX-512 and 2 MiB of L2, one thread, float32, 1024
 - *KDA.* 57 % products; the rest is one decay for each feature: exponentials, and scores by sub-blocks of the chunk
   whose decays are all at most one, where a scalar decay is applied to finished scores.
 - *bfloat16.* Operands are widened and multiplied in float32: VDPBF16PS runs at half the rate of a float32 multiply-add
-  per instruction here, so it gains nothing. The matrix unit, ten times as fast, is not used yet; the last column
-  counts it.
+  per instruction here, so it gains nothing. The matrix unit, by which torch's product is several times as fast (the
+  table below), is not used yet; the last column counts it.
 - *Long inputs.* Time per token rises where inputs no longer fit a cache and outputs are memory that the system clears
   first. `THP_MEM_ALLOC_ENABLE=1`, a switch of torch's own for huge pages, takes 7 % off 16384 tokens.
 """
