@@ -10,7 +10,7 @@
 // later queries that read the state before the chunk, earlier keys that reach the state after it, and what of the
 // one state reaches the other. Each is summed from the side where nothing else enters, so that no two large sums
 // cancel: gradients of strong decays come out small, not as rounding errors, and errors do not grow with T.
-#include "additive.h"
+#include "linear_attention.h"
 #include "vector_decay.h"
 
 namespace PHISTATE_NS {
@@ -31,7 +31,7 @@ int64_t sharing(const Heads& heads) {
 
 // Some neighbouring heads of one sequence.
 struct Unit {
-    const phistate_additive& call;
+    const phistate_linear_attention& call;
     const Heads heads;
     const int64_t sequence, first, last, key_dim, value_dim, wide, kp, vp;  // wide: value_dim and the normaliser's column
     const Span span;
@@ -42,7 +42,7 @@ struct Unit {
     Tokens<C> tokens;
     VectorDecay<C> decayed;
 
-    Unit(const phistate_additive& call, int64_t sequence, int64_t first, int64_t last)
+    Unit(const phistate_linear_attention& call, int64_t sequence, int64_t first, int64_t last)
         : call(call), heads(call), sequence(sequence), first(first), last(last), key_dim(call.key_dim), value_dim(call.value_dim),
           wide(call.value_dim + (call.normalize ? 1 : 0)), kp(round_up(key_dim, L)), vp(round_up(wide, L)), span(span_of(call, sequence)),
           decayed(scratch, vector() ? kp : 0) {
@@ -437,7 +437,7 @@ struct Unit {
 
 }  // namespace
 
-int additive_backward(const phistate_additive& call) {
+int additive_backward(const phistate_linear_attention& call) {
     const Heads heads(call);
     expect_writes(call, call.d_q, heads.q, call.key_dim);
     expect_writes(call, call.d_k, heads.k, call.key_dim);

@@ -3,7 +3,7 @@
 //   O = scale·(D[t][start] ⊙ Q S + A (βV))
 //   S ← D[end][start] ⊙ S + (D[end][j] ⊙ K)ᵀ (βV)
 // The normaliser is the same with a column of ones for V, done by dot products beside.
-#include "additive.h"
+#include "linear_attention.h"
 #include "additive_step.h"
 #include "running_maximum.h"
 #include "vector_decay.h"
@@ -24,7 +24,7 @@ struct Carried {
 
 // Some neighbouring heads of one sequence, value columns [first, first + width).
 struct Unit {
-    const phistate_additive& call;
+    const phistate_linear_attention& call;
     const Heads heads;
     const int64_t sequence, head_begin, head_end, first, width;
     const int64_t key_dim, kp, vp, sv;  // kp, vp: padded; sv: floats from one row of a state to the next
@@ -39,7 +39,7 @@ struct Unit {
     Ahead ahead;
     int64_t key_loaded, query_loaded, multiplied;  // heads whose panels of the chunk at hand are in place; −1: none
 
-    Unit(const phistate_additive& call, int64_t sequence, const Span& span, int64_t head_begin, int64_t head_end, int64_t first, int64_t width)
+    Unit(const phistate_linear_attention& call, int64_t sequence, const Span& span, int64_t head_begin, int64_t head_end, int64_t first, int64_t width)
         : call(call), heads(call), sequence(sequence), head_begin(head_begin), head_end(head_end), first(first), width(width),
           key_dim(call.key_dim), kp(round_up(call.key_dim, L)), vp(round_up(width, L)), sv(row_stride(vp)),
           origin(span_of(call, sequence).begin), span(span), decayed(scratch, may_be_vector() ? kp : 0), running(scratch, call.key_dim, logs() ? kp : 0) {
@@ -303,7 +303,7 @@ struct Unit {
 // enough to keep all threads busy.
 class Parts {
 public:
-    explicit Parts(const phistate_additive& call) : call_(call), heads_(call), states_(call.sequences * heads_.s) {
+    explicit Parts(const phistate_linear_attention& call) : call_(call), heads_(call), states_(call.sequences * heads_.s) {
         const int64_t threads = phistate::num_threads();
         if (!call.causal || call.log_features || states_ >= threads) return;
         count_ = most<int64_t>(1, least(threads / most<int64_t>(states_, 1), call.time / kShortest));
@@ -363,7 +363,7 @@ private:
         }
     }
 
-    const phistate_additive& call_;
+    const phistate_linear_attention& call_;
     const Heads heads_;
     const int64_t states_;
     int64_t count_ = 1;
@@ -371,7 +371,7 @@ private:
 
 }  // namespace
 
-int additive_forward(const phistate_additive& call) {
+int additive_forward(const phistate_linear_attention& call) {
     if (call.time == 1 && call.causal && !call.cu_seqlens && !call.log_features) {
         step(call);
         return 0;

@@ -1,7 +1,7 @@
 // One token: the state is read once and written once, in place or not, and each query head reads it on the way.
 #pragma once
 
-#include "additive.h"
+#include "linear_attention.h"
 
 namespace PHISTATE_NS {
 
@@ -53,7 +53,7 @@ void step_state(int64_t key_dim, int64_t value_dim, const float* from, float* to
 }
 
 // Sequence `batch`, state head `head` of a call whose time is 1.
-inline void step_unit(const phistate_additive& call, int64_t batch, int64_t head) {
+inline void step_unit(const phistate_linear_attention& call, int64_t batch, int64_t head) {
     const Heads heads(call);
     const int64_t K = call.key_dim, V = call.value_dim, kp = round_up(K, L), vp = round_up(V, L), i = batch * heads.s + head;
     phistate::Scratch scratch;
@@ -115,7 +115,7 @@ inline void step_unit(const phistate_additive& call, int64_t batch, int64_t head
     }
 }
 
-inline void step(const phistate_additive& call) {
+inline void step(const phistate_linear_attention& call) {
     const int64_t state = call.key_dim * call.value_dim;
     // A thread's wake-up costs as much as a few hundred kilobytes.
     const int64_t grain = most<int64_t>(1, (64 << 10) / state);

@@ -7,11 +7,11 @@
 // inverse, which can overflow where W is small, nor a second right-hand side is formed.
 #pragma once
 
-#include "additive.h"
+#include "linear_attention.h"
 
 namespace PHISTATE_NS {
 
-void delta_step(const phistate_additive& call);  // forward, token by token
+void delta_step(const phistate_linear_attention& call);  // forward, token by token
 
 namespace delta {
 

@@ -32,7 +32,7 @@ PHISTATE_INLINE float dot(const float* a, const float* b, int64_t n) {
 }
 
 struct Backward {
-    const phistate_additive& call;
+    const phistate_linear_attention& call;
     const Heads heads;
     const Columns columns;
     const int64_t key_dim, kp, strips, readers;
@@ -51,7 +51,7 @@ struct Backward {
     float *d_state, *d_out, *d_value, *written, *transposed, *state_transposed, *d_p, *d_a, *d_queries, *d_read, *d_write, *through, *d_rates, *denominators,
         *query_norms;
 
-    explicit Backward(const phistate_additive& c)
+    explicit Backward(const phistate_linear_attention& c)
         : call(c), heads(c), columns{0, c.value_dim, c.normalize ? 1 : 0}, key_dim(c.key_dim), kp(round_up(c.key_dim, L)),
           strips(columns.strips()), readers(heads.readers()) {
         const int64_t panel = C * kp;
@@ -459,7 +459,7 @@ inline int64_t common_divisor(int64_t a, int64_t b) { return b == 0 ? a : common
 
 // d_q, d_k and d_v of heads that several states or readers share are gathered head after head, best in float32; states
 // that share any of them are one thread's.
-int delta_backward(const phistate_additive& call) {
+int delta_backward(const phistate_linear_attention& call) {
     const Heads heads(call);
     const int64_t groups = common_divisor(common_divisor(heads.q, heads.k), heads.v), share = heads.s / groups;
     expect_writes(call, call.d_q, heads.q, call.key_dim);

@@ -20,7 +20,7 @@ struct Rates {
         : rate(scratch.floats(C * kp)), since(scratch.floats(C * kp)), until(scratch.floats(C * kp)), whole(scratch.floats(3 * kp)) {}
 
     // whole[0], whole[1]: of the blocks; whole[2]: of the chunk.
-    void read(const phistate_additive& call, const Span& span, int64_t time, int64_t rows, int64_t head, const uint8_t* live, int64_t kp) {
+    void read(const phistate_linear_attention& call, const Span& span, int64_t time, int64_t rows, int64_t head, const uint8_t* live, int64_t kp) {
         pack(call.decay, span.batch, time, head, rows, 0, call.key_dim, nullptr, live, rate, kp, C);
         for (int64_t i = 0; i < C * kp; i += L) store(rate + i, exp(load(rate + i)));
         for (int64_t c = 0; c < kp; c += L) {

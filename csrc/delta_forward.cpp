@@ -11,7 +11,7 @@ using namespace delta;
 constexpr int64_t kFewTokens = 4;  // up to here one token after the other costs less than a chunk
 
 struct Forward {
-    const phistate_additive& call;
+    const phistate_linear_attention& call;
     const Heads heads;
     const Columns columns;
     const int64_t key_dim, kp, together;
@@ -25,7 +25,7 @@ struct Forward {
     Ahead ahead;
     int64_t query_loaded = -1;
 
-    Forward(const phistate_additive& c, const Columns& part, int64_t states_together)
+    Forward(const phistate_linear_attention& c, const Columns& part, int64_t states_together)
         : call(c), heads(c), columns(part), key_dim(c.key_dim), kp(round_up(c.key_dim, L)), together(states_together) {
         const int64_t readers = heads.readers();
         keys = scratch.floats(C * kp);
@@ -214,7 +214,7 @@ struct Forward {
 
 }  // namespace
 
-int delta_forward(const phistate_additive& call) {
+int delta_forward(const phistate_linear_attention& call) {
     if (call.time <= kFewTokens) {
         delta_step(call);
         return 0;

@@ -31,14 +31,14 @@ PHISTATE_INLINE void read_columns(const float* const* x, int64_t key_dim, const 
 }
 
 struct Step {
-    const phistate_additive& call;
+    const phistate_linear_attention& call;
     const Heads heads;
     const int64_t key_dim, value_dim, kp, vp, readers;
     phistate::Scratch scratch;
     float *key, *queries, *rate, *read_key, *read_queries, *value, *held, *out, *tail;
     float* products;  // k·q of each reader
 
-    explicit Step(const phistate_additive& c)
+    explicit Step(const phistate_linear_attention& c)
         : call(c), heads(c), key_dim(c.key_dim), value_dim(c.value_dim), kp(round_up(c.key_dim, L)), vp(round_up(c.value_dim, L)),
           readers(heads.readers()) {
         key = scratch.floats(kp);
@@ -192,7 +192,7 @@ struct Step {
 
 }  // namespace
 
-void delta_step(const phistate_additive& call) {
+void delta_step(const phistate_linear_attention& call) {
     const Heads heads(call);
     // A thread is worth waking for some ten thousand entries of state.
     const int64_t grain = most<int64_t>(1, 16384 / most<int64_t>(1, call.key_dim * call.value_dim));

@@ -6,11 +6,11 @@
 #include "phistate.h"
 
 // name, structure: int phistate_<name>(const structure*)
-#define PHISTATE_MATRIX_KERNELS(X)         \
-    X(additive_forward, phistate_additive)  \
-    X(additive_backward, phistate_additive) \
-    X(delta_forward, phistate_additive)     \
-    X(delta_backward, phistate_additive)
+#define PHISTATE_MATRIX_KERNELS(X)                  \
+    X(additive_forward, phistate_linear_attention)  \
+    X(additive_backward, phistate_linear_attention) \
+    X(delta_forward, phistate_linear_attention)     \
+    X(delta_backward, phistate_linear_attention)
 #define PHISTATE_VECTOR_KERNELS(X)                     \
     X(selective_scan, phistate_selective)              \
     X(selective_scan_backward, phistate_selective)     \

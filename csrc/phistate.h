@@ -14,7 +14,7 @@
 #define PHISTATE_API __attribute__((visibility("default")))
 #endif
 
-#define PHISTATE_ABI 4 /* raised whenever a structure or a function below changes */
+#define PHISTATE_ABI 5 /* raised whenever a structure or a function below changes */
 
 #ifdef __cplusplus
 extern "C" {
@@ -34,10 +34,10 @@ typedef struct phistate_view {
 
 #define PHISTATE_SEGMENT 512 /* tokens between two checkpoints */
 
-/* A call of the additive family, forward and backward. States are dense [N, heads_s, key_dim, value_dim] and
+/* A call of linear attention, additive or by the delta rule, forward and backward. States are dense [N, heads_s, key_dim, value_dim] and
  * [N, heads_s, key_dim] in float32; N = sequences. heads_o = max(heads_q, heads_s). */
-typedef struct phistate_additive {
-    int64_t bytes;                          /* sizeof(phistate_additive), checked */
+typedef struct phistate_linear_attention {
+    int64_t bytes;                          /* sizeof(phistate_linear_attention), checked */
     int64_t batch, time;
     int64_t heads_q, heads_k, heads_v, heads_s;
     int64_t key_dim, value_dim;
@@ -73,7 +73,7 @@ typedef struct phistate_additive {
      * and d_k are gradients of x. */
     int64_t map;                            /* enum phistate_map */
     double map_scale;
-} phistate_additive;
+} phistate_linear_attention;
 
 /* One operand of shape [batch, time, groups, channels], any strides; without groups, group is 0. */
 typedef struct phistate_series {
@@ -167,6 +167,9 @@ PHISTATE_API void phistate_set_parallel_for(void* parallel_for, void* get_num_th
 PHISTATE_API const char* phistate_isa(void);                        /* the set in use; NULL after a bad PHISTATE_ISA */
 PHISTATE_API const char* phistate_isas(int64_t available_only);     /* names, best first, separated by spaces */
 PHISTATE_API int phistate_force_isa(const char* name);              /* NULL or "": choose again */
+
+/* Not zero: scratch memory is NaN whenever a kernel gets it, so that what reads more than was written shows. Off at load. */
+PHISTATE_API void phistate_poison_scratch(int64_t on);
 
 /* Probes: what tests and the benchmark ask of the building blocks. */
 PHISTATE_API int phistate_probe_exp(int64_t n, const float* x, float* y);

@@ -51,6 +51,8 @@ struct Arena {
 };
 thread_local Arena arena;
 
+bool poisoned = false;
+
 }  // namespace
 
 void parallel_for(int64_t count, int64_t grain, Body body, void* context) {
@@ -110,6 +112,7 @@ void* Scratch::bytes(size_t count) {
             ASAN_UNPOISON_MEMORY_REGION(piece, count);
             ASAN_POISON_MEMORY_REGION(piece + count, kGap);
 #endif
+            if (poisoned) memset(piece, 0xff, count);  // a NaN in every type
             return piece;
         }
         arena.current = i + 1;
@@ -126,6 +129,8 @@ float* Scratch::zeros(size_t count) {
 }  // namespace phistate
 
 const char* phistate_last_error(void) { return phistate::error_text; }
+
+void phistate_poison_scratch(int64_t on) { phistate::poisoned = on != 0; }
 
 void phistate_set_parallel_for(void* parallel_for, void* get_num_threads) {
     phistate::torch_parallel_for = reinterpret_cast<phistate::ParallelFor>(parallel_for);

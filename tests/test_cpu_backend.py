@@ -233,10 +233,10 @@ def test_opcheck(delta):
     s, z = torch.rand(2, 2, 8, 6, requires_grad=True), torch.rand(2, 2, 8, requires_grad=True)
     # scale, normalize, causal, delta, qk_l2norm, map, map_scale
     options = (0.5, True, True, delta, delta, None if delta else "elu", 0.7)
-    torch.library.opcheck(torch.ops.phistate.additive.default, (q, k, v, decay, None, s, z, None, None, *options, True))
+    torch.library.opcheck(torch.ops.phistate.linear_attention.default, (q, k, v, decay, None, s, z, None, None, *options, True))
     one = [x.detach()[:, :1] for x in (q, k, v)]
     torch.library.opcheck(
-        torch.ops.phistate.additive_step_.default, (*one, None, None, s.detach(), z.detach(), 0.5, delta, delta)
+        torch.ops.phistate.linear_attention_step_.default, (*one, None, None, s.detach(), z.detach(), 0.5, delta, delta)
     )
 
 
@@ -244,7 +244,7 @@ def test_opcheck_of_log_features():
     log_q, log_k, v = (torch.randn(2, 40, 2, n) for n in (8, 8, 6))
     s, z, log_scale = torch.rand(2, 2, 8, 6), torch.rand(2, 2, 8), torch.randn(2, 2, 8)
     torch.library.opcheck(
-        torch.ops.phistate.additive_log.default, (log_q, log_k, v, None, s, z, log_scale, None, None, 0.5, True)
+        torch.ops.phistate.linear_attention_log.default, (log_q, log_k, v, None, s, z, log_scale, None, None, 0.5, True)
     )
 
 

@@ -9,7 +9,7 @@
 
 #include "../../csrc/phistate.h"
 
-using Kernel = int(const phistate_additive*);
+using Kernel = int(const phistate_linear_attention*);
 extern "C" Kernel phistate_additive_forward, phistate_additive_backward, phistate_delta_forward, phistate_delta_backward;
 
 constexpr int T = 75, H = 2, K = 19, V = 21;
@@ -53,7 +53,7 @@ static phistate_view view(float* data, int64_t features) { return {data, T * H *
 // Forward and backward with one set; what is wrong with them, 0 if nothing.
 static int check(const char* set, int64_t kind, bool delta) {
     const int64_t rates = kind == PHISTATE_DECAY_VECTOR ? K : 1;
-    phistate_additive call = {};
+    phistate_linear_attention call = {};
     call.bytes = sizeof call;
     call.batch = call.sequences = 1;
     call.time = T;

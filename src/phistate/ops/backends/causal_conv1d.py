@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phistate.ops.backends import native
-from phistate.ops.backends.selective_scan import address, kernel, layout, offsets, readable, reasons_against, series
+from phistate.ops.backends import abi, native
+from phistate.ops.backends.abi import address, layout, series
+from phistate.ops.backends.selective_scan import offsets, readable, reasons_against
 
 __all__ = ["convolve", "reasons_against", "step_"]
 
-# struct phistate_conv and phistate_conv_step: fields of 8 bytes, integers and pointers; a series is six of them.
-_CONV = struct.Struct("=63q")
-_STEP = struct.Struct("=26q")
-_NONE = (0, 0, 0, 0, 0, 0)
-_NO_BACKWARD = (0,) * 26
+_HEAD = "bytes layout channels width silu x"
+_FORWARD = abi.form(abi.Conv, f"{_HEAD} y weight bias s0 s")
+_BACKWARD = abi.form(abi.Conv, f"{_HEAD} weight bias s0 d_y d_s d_x d_s0 d_weight d_bias")
+_STEP = abi.form(abi.ConvStep, "bytes batch channels width kept silu x y weight bias s")
 
 _SCHEMA = "Tensor x, Tensor weight, Tensor? bias, Tensor? s, Tensor? mask, Tensor? cu_seqlens, bool silu"
 
@@ -27,9 +26,9 @@ library.define(f"causal_conv1d_backward({_SCHEMA}, Tensor d_y, Tensor d_s) -> (T
 library.define("causal_conv1d_step_(Tensor(a!) state, Tensor x, Tensor weight, Tensor? bias, bool silu) -> Tensor")
 
 
-def _state(s: Tensor | None) -> tuple[int, int, int, int, int, int]:
+def _state(s: Tensor | None) -> tuple[int, ...]:
     """A state ``[N,C,W-1]`` as ``phistate_series``: its last dimension is time."""
-    return _NONE if s is None else series(s.transpose(1, 2))
+    return abi.ABSENT_SERIES if s is None else series(s.transpose(1, 2))
 
 
 def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -38,21 +37,10 @@ def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> tuple[Tens
 
 
 def _head(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    s: Tensor | None,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    y: Tensor | None,
-    last: Tensor | None,
+    x: Tensor, weight: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, silu: bool
 ) -> tuple[int, ...]:
-    """The structure's fields up to and with s. The tensors must outlive the call."""
-    return (
-        *(_CONV.size, *layout(x, mask, cu_seqlens), x.shape[2], weight.shape[1], silu),
-        *(*series(x), *series(y), weight.data_ptr(), address(bias), *_state(s), *_state(last)),
-    )
+    """The values of the fields ``_HEAD``. The tensors must outlive the call."""
+    return _FORWARD.size, *layout(x, mask, cu_seqlens), x.shape[2], weight.shape[1], silu, *series(x)
 
 
 def _convolve(
@@ -66,8 +54,11 @@ def _convolve(
 ) -> tuple[Tensor, Tensor]:
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     outputs = y, last = _outputs(x, weight, cu_seqlens)
-    fields = (*_head(x, weight, bias, s, mask, cu_seqlens, silu, y, last), *_NO_BACKWARD)
-    if kernel("causal_conv1d", _CONV.size)(_CONV.pack(*fields)):
+    fields = (
+        *_head(x, weight, mask, cu_seqlens, silu),
+        *(*series(y), weight.data_ptr(), address(bias), *_state(s), *_state(last)),
+    )
+    if native.kernel("causal_conv1d")(_FORWARD.pack(*fields)):
         native.check(-1)
     return outputs
 
@@ -98,11 +89,12 @@ def _convolve_backward(
     d_y = readable(d_y)
     outputs = d_x, d_weight, d_bias, d_s0 = _gradients(x, weight, bias, s)
     fields = (
-        *_head(x, weight, bias, s, mask, cu_seqlens, silu, None, None),
-        *(*series(d_y), *_state(d_s), *series(d_x), *(_NONE if s is None else _state(d_s0))),
+        *_head(x, weight, mask, cu_seqlens, silu),
+        *(weight.data_ptr(), address(bias), *_state(s)),
+        *(*series(d_y), *_state(d_s), *series(d_x), *(abi.ABSENT_SERIES if s is None else _state(d_s0))),
         *(d_weight.data_ptr(), 0 if bias is None else d_bias.data_ptr()),
     )
-    if kernel("causal_conv1d_backward", _CONV.size)(_CONV.pack(*fields)):
+    if native.kernel("causal_conv1d_backward")(_BACKWARD.pack(*fields)):
         native.check(-1)
     return outputs
 
@@ -122,18 +114,18 @@ def _backward(ctx: Any, d_y: Tensor, d_s: Tensor) -> tuple[Tensor | None, ...]:
 def _step(state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     held = state
-    if state.stride(2) != 1 or state.dtype not in native.DTYPES:
+    if state.stride(2) != 1 or state.dtype not in abi.DTYPES:
         state = state.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     y = torch.empty_like(x)
     B, C, kept = state.shape
     fields = (
         *(_STEP.size, B, C, weight.shape[1], kept, silu),
-        *(x.data_ptr(), x.stride(0), 0, 0, x.stride(1), native.DTYPES[x.dtype]),
-        *(y.data_ptr(), y.stride(0), 0, 0, y.stride(1), native.DTYPES[y.dtype]),
+        *(x.data_ptr(), x.stride(0), 0, 0, x.stride(1), abi.DTYPES[x.dtype]),
+        *(y.data_ptr(), y.stride(0), 0, 0, y.stride(1), abi.DTYPES[y.dtype]),
         *(weight.data_ptr(), address(bias)),
-        *(state.data_ptr(), state.stride(0), 1, 0, state.stride(1), native.DTYPES[state.dtype]),
+        *(state.data_ptr(), state.stride(0), 1, 0, state.stride(1), abi.DTYPES[state.dtype]),
     )
-    if kernel("causal_conv1d_step", _STEP.size)(_STEP.pack(*fields)):
+    if native.kernel("causal_conv1d_step")(_STEP.pack(*fields)):
         native.check(-1)
     if held is not state:
         held.copy_(state)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phistate.ops.backends import native
-from phistate.ops.backends.additive import MAPS  # the module defines the operators
+from phistate.ops.backends import abi, linear_attention_backward, native
 from phistate.ops.backends.base import Call, Result, without_padding
 from phistate.ops.log_space import by_vector_decay
 
@@ -24,7 +23,7 @@ class CpuBackend:
         reasons = [] if _MISSING is None else [_MISSING]
         if call.q.device.type != "cpu":
             reasons.append(f"tensors are on {call.q.device}, the kernels read memory")
-        if call.q.dtype not in native.DTYPES:
+        if call.q.dtype not in abi.DTYPES:
             reasons.append(f"{call.q.dtype}: the kernels compute in float32")
         if call.form not in ("auto", "chunked"):
             reasons.append(f"form={call.form!r}: the kernels are chunked")
@@ -37,14 +36,14 @@ class CpuBackend:
         if call.log_features:
             return self._run_log(call)
         delta, phi = call.write == "delta", call.feature_map
-        if phi is not None and (delta or call.qk_l2norm or phi.pointwise not in MAPS):  # no kernel maps on the way
+        if phi is not None and (delta or call.qk_l2norm or phi.pointwise not in abi.MAPS):  # no kernel maps on the way
             call, phi = call.mapped(), None
         q, k = call.q, call.k
         if call.qk_l2norm and not delta:  # the delta kernels do it themselves
             q, k = _l2norm(q, call.mask), _l2norm(k, call.mask)
         inputs = (q, k, call.v, call.decay, call.beta, call.s, call.z)
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        o, s, z, _, _ = torch.ops.phistate.additive(
+        o, s, z, _, _ = torch.ops.phistate.linear_attention(
             *inputs,
             *(
                 call.mask,
@@ -67,7 +66,7 @@ class CpuBackend:
         learns = any(x is not None and x.requires_grad for x in (call.q, call.k, *inputs))
         if (torch.is_grad_enabled() and learns) or call.decay is not None or not call.causal:
             return by_vector_decay(call, self.run)
-        o, s, z, log_scale = torch.ops.phistate.additive_log(
+        o, s, z, log_scale = torch.ops.phistate.linear_attention_log(
             call.q, call.k, *inputs, call.log_scale, call.mask, call.cu_seqlens, call.scale, call.normalize
         )
         return Result(o, s, z if call.normalize else None, log_scale)
@@ -113,7 +112,7 @@ def step_(
     delta = write == "delta"
     if qk_l2norm and not delta:
         q, k = _l2norm(q, None), _l2norm(k, None)
-    return torch.ops.phistate.additive_step_(q, k, v, decay, beta, s, z, scale, delta, qk_l2norm and delta)
+    return torch.ops.phistate.linear_attention_step_(q, k, v, decay, beta, s, z, scale, delta, qk_l2norm and delta)
 
 
 def _l2norm(x: Tensor, mask: Tensor | None) -> Tensor:

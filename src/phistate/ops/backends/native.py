@@ -1,4 +1,4 @@
-"""The native library: found, loaded and threaded once; its C ABI as ctypes structures (csrc/phistate.h)."""
+"""The native library: found, loaded and threaded once. What its structures look like is ``abi.py``'s."""
 
 from __future__ import annotations
 
@@ -7,38 +7,12 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-ABI = 4
-"""The number csrc/phistate.h defines as PHISTATE_ABI."""
-
-DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""Storage types the kernels read and write, by their code in ``enum phistate_dtype``."""
-
-
-class View(Structure):
-    """``phistate_view``: one operand ``[batch, time, head, features]``, its last dimension dense."""
-
-    _fields_ = [
-        ("data", c_void_p),
-        ("batch", c_int64),
-        ("time", c_int64),
-        ("head", c_int64),
-        ("dtype", c_int64),
-    ]
-
-
-def view(tensor: Tensor | None) -> View:
-    """The view of a ``[B,T,H,...]`` tensor (absent: a null one). The last dimension of four must be dense."""
-    if tensor is None:
-        return View()
-    batch, time, head, *_ = tensor.stride()
-    return View(tensor.data_ptr(), batch, time, head, DTYPES[tensor.dtype])
-
+from phistate.ops.backends import abi
 
 _NAMES = {"darwin": "libphistate.dylib", "win32": "phistate.dll"}
 
@@ -56,15 +30,16 @@ def _load() -> ctypes.CDLL | str:
     except OSError as error:
         return f"the native library does not load: {error}"
     library.phistate_abi.restype = c_int64
-    abi = library.phistate_abi() if hasattr(library, "phistate_abi") else None
-    if abi != ABI:
-        return f"the native library {path} is of another version: ABI {abi}, wanted {ABI}"
+    version = library.phistate_abi() if hasattr(library, "phistate_abi") else None
+    if version != abi.VERSION:
+        return f"the native library {path} is of another version: ABI {version}, wanted {abi.VERSION}"
     for function, result, arguments in (
         ("last_error", c_char_p, ()),
         ("set_parallel_for", None, (c_void_p, c_void_p)),
         ("isa", c_char_p, ()),
         ("isas", c_char_p, (c_int64,)),
         ("force_isa", c_int, (c_char_p,)),
+        ("poison_scratch", None, (c_int64,)),
         ("probe_exp", c_int, (c_int64, c_void_p, c_void_p)),
         ("probe_product", c_int, (c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64)),
         ("probe_peak", c_double, (c_int64,)),
@@ -123,26 +98,13 @@ def check(status: int) -> None:
         raise RuntimeError(library().phistate_last_error().decode())
 
 
-def kernel(name: str, structure: type[Structure]) -> Callable[..., None]:
-    """The kernel ``phistate_<name>``, called with the fields of ``structure`` after ``bytes``."""
-    symbol = getattr(library(), f"phistate_{name}")
-    symbol.restype = c_int
-    symbol.argtypes = (POINTER(structure),)
-    size = ctypes.sizeof(structure)
+@functools.cache
+def kernel(name: str) -> Callable[[bytes], int]:
+    """The kernel ``phistate_<name>``, called with its structure packed (:func:`phistate.ops.backends.abi.form`).
 
-    def call(*fields: object) -> None:
-        if symbol(structure(size, *fields)) != 0:
-            check(-1)
-
-    return call
-
-
-def packed_kernel(name: str, size: int) -> Callable[[bytes], int]:
-    """The kernel ``phistate_<name>``, called with its structure of ``size`` bytes already packed; gives its status.
-
-    ``struct.pack`` fills a structure of eighty fields several times faster than ctypes does.
+    Gives its status; :func:`check` raises what a status other than 0 means.
     """
-    symbol = library()[f"phistate_{name}"]  # not by attribute: an object of its own, with its own argument types
+    symbol = library()[f"phistate_{name}"]
     symbol.restype = c_int
     symbol.argtypes = (c_char_p,)
     return symbol
@@ -167,6 +129,11 @@ def force_isa(name: str | None) -> None:
     native = library()
     if native.phistate_force_isa(None if name is None else name.encode()) != 0:
         raise ValueError(native.phistate_last_error().decode())
+
+
+def poison_scratch(on: bool) -> None:
+    """Whether scratch memory is NaN whenever a kernel gets it: what reads more than was written then shows."""
+    library().phistate_poison_scratch(int(on))
 
 
 def peak(*, pairs: bool = False) -> float:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import struct
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phistate.ops.backends import native
+from phistate.ops.backends import abi, native
+from phistate.ops.backends.abi import address, layout, series
 
-SEGMENT = 32
-"""PHISTATE_SELECTIVE_SEGMENT: steps between two states kept for backward."""
-
-# struct phistate_selective: 86 fields of 8 bytes, integers and pointers; a series is six of them.
-_SCAN = struct.Struct("=86q")
-# struct phistate_selective_step: two of its fields, low and high, are doubles.
-_STEP = struct.Struct("=7q2d47q")
-_NO_BACKWARD = (0,) * 32
+_HEAD = "bytes layout channels groups states softplus x delta z b c a d bias h0"
+_FORWARD = abi.form(abi.Selective, f"{_HEAD} y h checkpoints")
+_BACKWARD = abi.form(
+    abi.Selective, f"{_HEAD} checkpoints d_y d_h d_x d_delta d_z parts d_b d_c d_a d_d d_bias d_h0"
+)
+_STEP = abi.form(
+    abi.SelectiveStep,
+    "bytes batch channels groups states repeat softplus low high x delta z b c a a_channel a_state d bias h y",
+)
 _UNITS_A_PART = 16  # of backward: enough for the sums over channels to be few, few enough to share out
-_NONE = (0, 0, 0, 0, 0, 0)
-_DTYPES = native.DTYPES
 # Asked once, at import: a compiler's trace cannot ask a library.
 _MISSING = native.why_not()
 
@@ -49,40 +46,9 @@ def reasons_against(x: Tensor) -> list[str]:
     reasons = [] if _MISSING is None else [_MISSING]
     if x.device.type != "cpu":
         reasons.append(f"tensors are on {x.device}, the kernels read memory")
-    if x.dtype not in _DTYPES:
+    if x.dtype not in abi.DTYPES:
         reasons.append(f"{x.dtype}: the kernels compute in float32")
     return reasons
-
-
-@functools.cache
-def kernel(name: str, size: int) -> Callable[[bytes], int]:
-    """The kernel ``phistate_<name>``, called with its packed structure."""
-    return native.packed_kernel(name, size)
-
-
-def series(x: Tensor | None) -> tuple[int, int, int, int, int, int]:
-    """``phistate_series`` of a ``[B,T,C]`` or ``[B,T,G,N]`` tensor; absent: null."""
-    if x is None:
-        return _NONE
-    if x.ndim == 3:
-        batch, time, channel = x.stride()
-        return x.data_ptr(), batch, time, 0, channel, _DTYPES[x.dtype]
-    batch, time, group, channel = x.stride()
-    return x.data_ptr(), batch, time, group, channel, _DTYPES[x.dtype]
-
-
-def layout(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-    """``phistate_layout`` of a ``[B,T,·]`` tensor. cu_seqlens is int64 and dense."""
-    B, T = x.shape[:2]
-    masked = (0, 0, 0) if mask is None else (mask.data_ptr(), *mask.stride())
-    if cu_seqlens is None:
-        return B, T, B, 0, *masked
-    return B, T, cu_seqlens.numel() - 1, cu_seqlens.data_ptr(), *masked
-
-
-def address(x: Tensor | None) -> int:
-    """Where a dense tensor's data starts; absent: null."""
-    return 0 if x is None else x.data_ptr()
 
 
 def readable(gradient: Tensor) -> Tensor:
@@ -103,7 +69,7 @@ def _outputs(x: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, keep: b
     B, T, D = x.shape
     N, G = a.shape[1], _groups(b)
     sequences = B if cu_seqlens is None else cu_seqlens.numel() - 1
-    slots = B * T // SEGMENT + sequences
+    slots = B * T // abi.SELECTIVE_SEGMENT + sequences
     kept = (slots, G * math.ceil(D // G / 16) * 16 * N) if keep else (0,)
     return (
         torch.empty_like(x),
@@ -126,10 +92,10 @@ def _head(
     cu_seqlens: Tensor | None,
     softplus: bool,
 ) -> tuple[int, ...]:
-    """The structure's fields up to and with h0. The tensors must outlive the call."""
+    """The values of the fields ``_HEAD``. The tensors must outlive the call."""
     b, c = (t.unsqueeze(2) if t.ndim == 3 else t for t in (b, c))
     return (
-        _SCAN.size,
+        _FORWARD.size,
         *layout(x, mask, cu_seqlens),
         *(x.shape[2], b.shape[2], a.shape[1]),
         softplus,
@@ -152,9 +118,8 @@ def _scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *series(y),
         last.data_ptr(),
         checkpoints.data_ptr() if keep else 0,
-        *_NO_BACKWARD,
     )
-    if kernel("selective_scan", _SCAN.size)(_SCAN.pack(*fields)):
+    if native.kernel("selective_scan")(_FORWARD.pack(*fields)):
         native.check(-1)
     return outputs
 
@@ -186,19 +151,17 @@ def _scan_backward(*arguments: Any) -> tuple[Tensor, ...]:
     sums = x.new_empty(2, parts, *b.shape, dtype=torch.float32)
     fields = (
         *_head(x, delta, a, b, c, d, z, bias, h, mask, cu_seqlens, softplus),
-        *_NONE,
-        0,
         checkpoints.data_ptr(),
         *series(d_y),
         d_h.data_ptr(),
         *series(d_x),
         *series(d_delta),
-        *(_NONE if z is None else series(d_z)),
+        *(abi.ABSENT_SERIES if z is None else series(d_z)),
         parts,
         *(sums[0].data_ptr(), sums[1].data_ptr()),
         *(d_a.data_ptr(), *(0 if t is None else g.data_ptr() for t, g in ((d, d_d), (bias, d_bias), (h, d_h0)))),
     )
-    if kernel("selective_scan_backward", _SCAN.size)(_SCAN.pack(*fields)):
+    if native.kernel("selective_scan_backward")(_BACKWARD.pack(*fields)):
         native.check(-1)
     d_b.copy_(sums[0].sum(0))
     d_c.copy_(sums[1].sum(0))
@@ -239,7 +202,7 @@ def _step(
     high: float,
 ) -> Tensor:
     held = state
-    if state.stride(2) != 1 or state.dtype not in _DTYPES:
+    if state.stride(2) != 1 or state.dtype not in abi.DTYPES:
         state = state.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     B, D, N = state.shape
     y = torch.empty_like(x)
@@ -253,25 +216,25 @@ def _step(
         *_token(b),
         *_token(c),
         *(a.data_ptr(), *a.stride(), address(d), address(bias)),
-        *(state.data_ptr(), state.stride(0), 0, state.stride(1), 1, _DTYPES[state.dtype]),
+        *(state.data_ptr(), state.stride(0), 0, state.stride(1), 1, abi.DTYPES[state.dtype]),
         *_token(y),
     )
-    if kernel("selective_scan_step", _STEP.size)(_STEP.pack(*fields)):
+    if native.kernel("selective_scan_step")(_STEP.pack(*fields)):
         native.check(-1)
     if held is not state:
         held.copy_(state)
     return y
 
 
-def _token(x: Tensor | None) -> tuple[int, int, int, int, int, int]:
+def _token(x: Tensor | None) -> tuple[int, ...]:
     """``phistate_series`` of one token, ``[B,C]`` or ``[B,G,N]``."""
     if x is None:
-        return _NONE
+        return abi.ABSENT_SERIES
     if x.ndim == 2:
         batch, channel = x.stride()
-        return x.data_ptr(), batch, 0, 0, channel, _DTYPES[x.dtype]
+        return x.data_ptr(), batch, 0, 0, channel, abi.DTYPES[x.dtype]
     batch, group, channel = x.stride()
-    return x.data_ptr(), batch, 0, group, channel, _DTYPES[x.dtype]
+    return x.data_ptr(), batch, 0, group, channel, abi.DTYPES[x.dtype]
 
 
 def _fake_step(state: Tensor, x: Tensor, *_: Any) -> Tensor:

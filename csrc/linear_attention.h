@@ -1,4 +1,4 @@
-// What the kernels of the additive family share: which heads and tokens a unit of work holds, reading them in
+// What the kernels of linear attention, additive and delta, share: which heads and tokens a unit of work holds, reading them in
 // chunks, and states between the caller's dense arrays and padded panels.
 #pragma once
 
@@ -15,7 +15,7 @@ struct Span {
     int64_t batch, begin, end;
 };
 
-inline Span span_of(const phistate_additive& call, int64_t sequence) {
+inline Span span_of(const phistate_linear_attention& call, int64_t sequence) {
     if (call.cu_seqlens) return {0, call.cu_seqlens[sequence], call.cu_seqlens[sequence + 1]};
     return {sequence, 0, call.time};
 }
@@ -23,7 +23,7 @@ inline Span span_of(const phistate_additive& call, int64_t sequence) {
 // Head counts divide each other in whole groups: a head of the larger uses head / (larger / smaller).
 struct Heads {
     int64_t q, k, v, s, o;
-    explicit Heads(const phistate_additive& call)
+    explicit Heads(const phistate_linear_attention& call)
         : q(call.heads_q), k(call.heads_k), v(call.heads_v), s(call.heads_s), o(most(call.heads_q, call.heads_s)) {}
     int64_t key(int64_t state) const { return state / (s / k); }
     int64_t value(int64_t state) const { return state / (s / v); }
@@ -62,7 +62,7 @@ PHISTATE_INLINE F slope(int64_t map, F x) {
 }
 
 // pack() of queries or keys, mapped where the call says so.
-inline void pack_features(const phistate_additive& call, const phistate_view& view, int64_t batch, int64_t time, int64_t head, int64_t rows,
+inline void pack_features(const phistate_linear_attention& call, const phistate_view& view, int64_t batch, int64_t time, int64_t head, int64_t rows,
                           const float* gain, const uint8_t* live, float* panel, ptrdiff_t ld, int64_t padded_rows) {
     const int64_t n = call.key_dim;
     pack(view, batch, time, head, rows, 0, n, call.map ? nullptr : gain, live, panel, ld, padded_rows);
@@ -89,7 +89,7 @@ inline void unpack(const float* panel, ptrdiff_t ld, int64_t rows, int64_t n, co
 }
 
 // unpack() of their gradient: of the features on entry, of what was mapped to them in `target`. `panel` is spent.
-inline void unpack_features_gradient(const phistate_additive& call, float* panel, ptrdiff_t ld, int64_t rows, const phistate_view& view,
+inline void unpack_features_gradient(const phistate_linear_attention& call, float* panel, ptrdiff_t ld, int64_t rows, const phistate_view& view,
                                      const phistate_view& target, int64_t batch, int64_t time, int64_t head, const uint8_t* live, bool add,
                                      float factor = 1.0f) {
     const int64_t n = call.key_dim;
@@ -108,7 +108,7 @@ inline void unpack_features_gradient(const phistate_additive& call, float* panel
 }
 
 // Before a dense output [batch, time, heads, n] is written.
-inline void expect_writes(const phistate_additive& call, const phistate_view& view, int64_t heads, int64_t n) {
+inline void expect_writes(const phistate_linear_attention& call, const phistate_view& view, int64_t heads, int64_t n) {
     const int64_t size = view.dtype == PHISTATE_F32 ? 4 : 2;
     if (view.time == heads * n) phistate::expect_writes(view.data, call.batch * call.time * heads * n * size);
 }
@@ -131,7 +131,7 @@ inline void load_state(const float* state, int64_t key_dim, int64_t value_dim, i
 
 // Where the state at token `time` of a sequence is kept: time − begin a multiple of PHISTATE_SEGMENT, not zero.
 // Sequences of one row take slots from begin / SEGMENT on; as ⌊a⌋ + ⌊b⌋ ≤ ⌊a + b⌋ they never meet.
-inline float* checkpoint(const phistate_additive& call, const Span& span, int64_t time, int64_t head) {
+inline float* checkpoint(const phistate_linear_attention& call, const Span& span, int64_t time, int64_t head) {
     const int64_t slots = call.time / PHISTATE_SEGMENT, slot = span.begin / PHISTATE_SEGMENT + (time - span.begin) / PHISTATE_SEGMENT - 1;
     const int64_t size = call.key_dim * (call.value_dim + (call.normalize ? 1 : 0));
     return call.checkpoints + ((span.batch * call.heads_s + head) * slots + slot) * size;
@@ -147,7 +147,7 @@ struct Tokens {
     bool beta_given;
 
     // Reads rows tokens from `time` on; the rest up to Max write nothing and forget nothing.
-    void read(const phistate_additive& call, const Span& span, int64_t time, int64_t rows, int64_t state_head) {
+    void read(const phistate_linear_attention& call, const Span& span, int64_t time, int64_t rows, int64_t state_head) {
         mask = nullptr;
         if (call.mask) {
             const uint8_t* from = call.mask + span.batch * call.mask_batch;
