@@ -37,6 +37,7 @@ struct Unit {
     const Span span;
     phistate::Scratch scratch;
     float *k, *kt, *v, *vt, *raw, *q, *d_o, *scores, *between, *rate, *states, *gradients, *ds, *dq, *dk, *dvt, *dv, *d_decay;
+    float *keep, *rounding, *forward_rounding, *backward_roundings;  // of the chunk at hand, and of the two walks (kept.h)
     float since[C], until[C], scales[C], d_beta[C];
     Ahead ahead;
     Tokens<C> tokens;
@@ -63,12 +64,17 @@ struct Unit {
         between = scratch.floats(2 * C * C);
         gradients = scratch.floats((last - first) * vp * kp);
         rate = vector() ? scratch.floats(C * kp) : nullptr;
+        keep = scratch.floats(decays_per_head());
+        *keep = 1.0f;
+        forward_rounding = scratch.floats(decays_per_head());
+        backward_roundings = scratch.zeros((last - first) * decays_per_head());
         states = scratch.zeros((call.causal ? PHISTATE_SEGMENT / C : 1) * vp * kp);
     }
 
     bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
     bool decays() const { return call.decay_kind != PHISTATE_DECAY_NONE; }
     bool scalar_decay() const { return decays() && !vector(); }
+    int64_t decays_per_head() const { return vector() ? kp : 1; }
 
     // A dense state and normaliser to a transposed panel, and back.
     void transpose_in(const float* s, const float* z, float* panel) {
@@ -98,9 +104,10 @@ struct Unit {
         values(time, rows, head, tokens.beta, v);
         if (vector()) {
             pack(call.decay, span.batch, time, head, rows, 0, key_dim, nullptr, tokens.mask, rate, kp, C);
-            for (int64_t i = 0; i < C * kp; i += L) store(rate + i, exp(load(rate + i)));
+            exponentiate<C>(rate, kp, keep, rounding);
             decayed.keys(k, rate);
         } else if (decays()) {
+            *keep = kept(tokens.log_decay, *rounding);
             relative_decay<C>(tokens.rate, C, between, since);
             memcpy(until, between + (C - 1) * C, sizeof until);
         }
@@ -108,16 +115,16 @@ struct Unit {
 
     // next = state after the chunk read, from the one before.
     void advance(int64_t rows, const float* state, float* next) {
-        const float *keys = k, *keep = &kOne, *from = state;
+        const float *keys = k, *by = keep, *from = state;
         if (vector()) {
-            scale_rows(next, state, kp, vp, kp, decayed.whole());
+            scale_rows(next, state, kp, vp, kp, keep);
             keys = decayed.keys_until_end();
+            by = &kOne;
             from = next;
         } else if (decays()) {
-            keep = since + C - 1;
             for (int64_t j = 0; j < rows; ++j) scale(k + j * kp, kp, until[j]);
         }
-        product<float>(wide, kp / L, rows, {v, 1, vp}, {keys, kp}, {next, kp, keep, 0, nullptr, from}, Part::All, &ahead);
+        product<float>(wide, kp / L, rows, {v, 1, vp}, {keys, kp}, {next, kp, by, 0, nullptr, from}, Part::All, &ahead);
     }
 
     static void scale(float* x, int64_t n, float factor) {
@@ -174,12 +181,12 @@ struct Unit {
             F x = (sums[0] + sums[1]) + (sums[2] + sums[3]);
             total += x;
             if (vector()) {
-                x *= load(decayed.whole() + c);
+                x *= load(keep + c);
                 for (int64_t t = 0; t < C; ++t) store(d_decay + t * kp + c, x);
             }
         }
         if (!vector())
-            for (int64_t t = 0; t < C; ++t) d_decay[t] = sum(total) * since[C - 1];
+            for (int64_t t = 0; t < C; ++t) d_decay[t] = sum(total) * *keep;
     }
 
     // What queries x read from before the chunk passed every decay up to them.
@@ -243,7 +250,7 @@ struct Unit {
         product<float>(wide, C / L, key_dim, {ds, kp, 1}, {kt, C}, {dvt, C}, Part::All, &ahead);
         if (scalar_decay())
             for (int64_t i = 0; i < wide * C; i += L) store(dvt + i, load(dvt + i) * load(until + i % C));
-        if (vector()) scale_rows(ds, ds, kp, vp, kp, decayed.whole());
+        if (vector()) scale_rows(ds, ds, kp, vp, kp, keep);
         for (int64_t i = 0; i < heads.readers(); ++i) answer(time, rows, head, i, before, wants_decay);
         key_gradient(time, rows, head);
         value_gradient(time, rows, head);
@@ -284,8 +291,8 @@ struct Unit {
         query_gradient(time, rows, output);
         if (scalar_decay())
             for (int64_t t = 0; t < rows; ++t) scale(q + t * kp, kp, since[t]);
-        const float* keep = scalar_decay() && index == 0 ? since + C - 1 : &kOne;
-        product<float>(wide, kp / L, rows, {d_o, 1, vp}, {queries, kp}, {ds, kp, keep}, Part::All, &ahead);
+        const float* by = scalar_decay() && index == 0 ? keep : &kOne;
+        product<float>(wide, kp / L, rows, {d_o, 1, vp}, {queries, kp}, {ds, kp, by}, Part::All, &ahead);
     }
 
     void query_gradient(int64_t time, int64_t rows, int64_t output) {
@@ -386,6 +393,8 @@ struct Unit {
         } else {
             transpose_in(call.s0 ? call.s0 + i * key_dim * value_dim : nullptr, call.z0 ? call.z0 + i * key_dim : nullptr, states);
         }
+        memset(forward_rounding, 0, decays_per_head() * sizeof(float));
+        rounding = forward_rounding;
         for (int64_t c = 0; c + 1 < chunks; ++c) {
             const int64_t time = span.begin + start + c * C, rows = least<int64_t>(C, span.begin + stop - time);
             read(time, rows, head);
@@ -393,6 +402,7 @@ struct Unit {
             look_ahead(time + C, least<int64_t>(C, span.begin + stop - time - C), head, c + 2 == chunks);
             advance(rows, states + c * size, states + (c + 1) * size);
         }
+        rounding = backward_roundings + (head - first) * decays_per_head();
         double total = 0.0;
         for (int64_t c = chunks - 1; c >= 0; --c) {
             const int64_t time = span.begin + start + c * C, rows = least<int64_t>(C, span.begin + stop - time);

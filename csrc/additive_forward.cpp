@@ -32,6 +32,7 @@ struct Unit {
     const Span span;
     phistate::Scratch scratch;
     float *k, *kt, *v, *q, *out, *products, *scores, *between, *states, *normalisers, *reaches, *s, *z, *reach, *rate;
+    float *keeps, *roundings, *rounding;  // of the decays given: what the chunk keeps, and what rounding it took (kept.h)
     VectorDecay<C> decayed;
     RunningMaximum<C> running;
     float since[C], write[C], denominators[C];
@@ -55,6 +56,8 @@ struct Unit {
         normalisers = scratch.floats((head_end - head_begin) * kp);
         reaches = scratch.floats(logs() ? (head_end - head_begin) * kp : 0);
         rate = scratch.floats(may_be_vector() ? C * kp : 0);
+        keeps = scratch.floats(decays_per_head());
+        roundings = scratch.zeros((head_end - head_begin) * decays_per_head());
     }
 
     // A line more where a tile's columns of all rows would meet in half of the sets of L1.
@@ -65,11 +68,15 @@ struct Unit {
     // Of the chunk at hand: log features have a decay where a maximum rises too far for one reference.
     bool vector() const { return logs() ? !running.steady : call.decay_kind == PHISTATE_DECAY_VECTOR; }
     bool decays() const { return vector() || call.decay_kind != PHISTATE_DECAY_NONE; }
+    int64_t decays_per_head() const { return call.decay_kind == PHISTATE_DECAY_VECTOR ? kp : 1; }
+    // What the chunk at hand keeps of the state before it, per feature where the decay is.
+    const float* keep() const { return logs() && vector() ? decayed.whole() : decays() ? keeps : &kOne; }
 
     void choose(int64_t head) {
         s = states + (head - head_begin) * kp * sv;
         z = normalisers + (head - head_begin) * kp;
         reach = reaches + (logs() ? (head - head_begin) * kp : 0);
+        rounding = roundings + (head - head_begin) * decays_per_head();
     }
 
     void begin(int64_t head, const Carried* from) {
@@ -86,7 +93,7 @@ struct Unit {
         for (int64_t c = 0; c < kp; ++c) reach[c] = call.log_scale0 && c < key_dim ? call.log_scale0[i * key_dim + c] : -INFINITY;
     }
 
-    void keep(float* s_out, float* z_out) const {
+    void save(float* s_out, float* z_out) const {
         unpack_rows(s, sv, key_dim, width, s_out + first, call.value_dim);
         if (z_out && first == 0) unpack_rows(z, kp, 1, key_dim, z_out, key_dim);
     }
@@ -95,7 +102,7 @@ struct Unit {
         if (span.end != span_of(call, sequence).end) return;
         choose(head);
         const int64_t i = sequence * heads.s + head;
-        keep(call.s + i * key_dim * call.value_dim, call.normalize ? call.z + i * key_dim : nullptr);
+        save(call.s + i * key_dim * call.value_dim, call.normalize ? call.z + i * key_dim : nullptr);
         if (logs() && first == 0) unpack_rows(reach, kp, 1, key_dim, call.log_scale + i * key_dim, key_dim);
     }
 
@@ -116,7 +123,9 @@ struct Unit {
             if (running.steady) running.rescale(s, sv, z, call.normalize);
         } else if (vector()) {
             pack(call.decay, span.batch, time, head, rows, 0, key_dim, nullptr, tokens.mask, rate, kp, C);
-            for (int64_t i = 0; i < C * kp; i += L) store(rate + i, exp(load(rate + i)));
+            exponentiate<C>(rate, kp, keeps, rounding);
+        } else if (decays()) {
+            *keeps = kept(tokens.log_decay, *rounding);
         }
         if (vector()) {
             decayed.keys(k, rate);
@@ -136,16 +145,16 @@ struct Unit {
         if (multiplied != query_loaded)
             product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {products, C}, Part::LowerOut, &ahead);
         multiplied = query_loaded;
+        const bool weighed = decays();
         for (int64_t t = 0; t < rows; ++t) {
             float* row = scores + t * C;
             const float* from = products + t * C;
             const int64_t diagonal = t / L;
-            if (decays()) {
-                for (int64_t c = 0; c <= diagonal; ++c) store(row + c * L, load(from + c * L) * load(between + t * C + c * L));
-            } else {
-                for (int64_t c = 0; c < diagonal; ++c) store(row + c * L, load(from + c * L));
-                store(row + diagonal * L, load(from + diagonal * L, static_cast<int>(t % L) + 1));
+            for (int64_t c = 0; c <= diagonal; ++c) {
+                const F x = load(from + c * L);
+                store(row + c * L, weighed ? x * load(between + t * C + c * L) : x);
             }
+            store(row + diagonal * L, first_lanes(load(row + diagonal * L), t % L + 1));
             // A block of rows reads its triangle's columns up to its last row.
             for (int64_t c = diagonal + 1; c * L < least<int64_t>(C, t + kRows); ++c) store(row + c * L, zero());
         }
@@ -155,8 +164,11 @@ struct Unit {
     void read_state(int64_t time, int64_t rows, int64_t output) {
         const float* gain = decays() && !vector() ? since : nullptr;
         const float* queries = vector() ? decayed.queries_since_start() : q;
-        product<float>(rows, vectors(width), key_dim, {queries, kp, 1}, {s, sv}, {out, vp, nullptr, 0, gain}, Part::All, &ahead);
-        if (call.causal) product<float>(rows, vectors(width), rows, {scores, C, 1}, {v, vp}, {out, vp, &kOne}, Part::LowerIn, &ahead);
+        const Out to{out, vp, nullptr, 0, gain};
+        if (call.causal)
+            causal_read(rows, vectors(width), key_dim, {queries, kp, 1}, {s, sv}, {scores, C, 1}, {v, vp}, to, &ahead);
+        else
+            product<float>(rows, vectors(width), key_dim, {queries, kp, 1}, {s, sv}, to, Part::All, &ahead);
         if (logs() && !call.normalize) {
             for (int64_t t = 0; t < rows; ++t) {
                 const F norm = exp(splat(running.log_norm[t]));
@@ -169,7 +181,7 @@ struct Unit {
             for (int64_t c = 0; c < kp; c += L) dot = fma(load(queries + t * kp + c), load(z + c), dot);
             if (gain) dot *= splat(gain[t]);
             if (call.causal)
-                for (int64_t c = 0; c <= t; c += L) dot = fma(load(scores + t * C + c), load(tokens.beta + c), dot);
+                for (int64_t c = 0; c <= t; c += L) dot = fma(load(scores + t * C + c), first_lanes(load(tokens.beta + c), least<int64_t>(L, t + 1 - c)), dot);
             const float denominator = sum(dot);
             if (call.denominators && first == 0)
                 call.denominators[(span.batch * call.time + time + t) * heads.o + output] = denominator;
@@ -180,24 +192,18 @@ struct Unit {
 
     // The state after the chunk.
     void write_state(int64_t rows) {
-        const float *keys = k, *keep = &kOne;
-        ptrdiff_t keep_step = 0;
-        if (vector()) {
-            keys = decayed.keys_until_end();
-            keep = decayed.whole();
-            keep_step = 1;
-        } else if (decays()) {
-            keep = since + C - 1;
+        const float* keys = vector() ? decayed.keys_until_end() : k;
+        if (decays() && !vector()) {
             for (int64_t j = 0; j < rows; ++j) {
                 write[j] = between[(C - 1) * C + j];
                 const F w = splat(write[j]);
                 for (int64_t c = 0; c < vp; c += L) store(v + j * vp + c, load(v + j * vp + c) * w);
             }
         }
-        product<float>(key_dim, vectors(width), rows, {keys, 1, kp}, {v, vp}, {s, sv, keep, keep_step}, Part::All, &ahead);
+        product<float>(key_dim, vectors(width), rows, {keys, 1, kp}, {v, vp}, {s, sv, keep(), vector()}, Part::All, &ahead);
         if (!call.normalize) return;
         for (int64_t c = 0; c < kp; c += L) {
-            F total = load(z + c) * (vector() ? load(keep + c) : splat(*keep));
+            F total = load(z + c) * (vector() ? load(keep() + c) : splat(*keep()));
             for (int64_t j = 0; j < rows; ++j) {
                 const float weight = tokens.beta[j] * (vector() || !decays() ? 1.0f : write[j]);
                 total = fma(splat(weight), load(keys + j * kp + c), total);
@@ -260,10 +266,9 @@ struct Unit {
             ahead.clear();
             foresee_state(time + C, head);
             write_state(rows);
-            const float* keep = vector() ? decayed.whole() : decays() ? since + C - 1 : &kOne;
-            for (int64_t c = 0; c < key_dim; ++c) to.kept[c] *= keep[vector() ? c : 0];
+            for (int64_t c = 0; c < key_dim; ++c) to.kept[c] *= keep()[vector() ? c : 0];
         }
-        keep(to.s, call.normalize ? to.z : nullptr);
+        save(to.s, call.normalize ? to.z : nullptr);
     }
 
     void run(const Carried* from = nullptr) {
@@ -275,7 +280,7 @@ struct Unit {
                 choose(head);
                 if (call.checkpoints && time > origin && (time - origin) % PHISTATE_SEGMENT == 0) {
                     float* kept = checkpoint(call, {span.batch, origin, span.end}, time, head);
-                    keep(kept, call.normalize ? kept + key_dim * call.value_dim : nullptr);
+                    save(kept, call.normalize ? kept + key_dim * call.value_dim : nullptr);
                 }
                 read(time, rows, head);
                 look_ahead(time, rows, head);

@@ -40,8 +40,10 @@ struct Backward {
     // One chunk's operands, keys and queries normalised where asked.
     float *keys, *read_keys, *write_keys, *queries, *read_queries, *kt, *left, *run, *between, *a, *folded, *p;
     float key_norm[C], since[C];
+    float keep_one;
     const float* keep;  // D[end][start]
     ptrdiff_t keep_step;
+    float *rounding, *forward_rounding, *backward_rounding;  // of what is kept: of the walk at hand, and of the two (kept.h)
     Rates rates;
     Tokens<C> tokens;
     Ahead ahead;
@@ -68,6 +70,8 @@ struct Backward {
         folded = scratch.zeros(C * C);
         p = scratch.zeros(readers * C * C);
         states = scratch.floats(kChunks * state_size());
+        for (int64_t i = 0; i < kChunks * strips; ++i)  // rows of no feature are read and never written
+            memset(states + (i * kp + key_dim) * kStrip, 0, (kp - key_dim) * kStrip * sizeof(float));
         found = scratch.floats(kChunks * strips * C * kStrip + kStateSlack);
         d_state = scratch.floats(state_size());
         d_out = scratch.floats(readers * C * kStrip + kStateSlack);
@@ -84,10 +88,13 @@ struct Backward {
         d_rates = scratch.floats(C * kp);
         denominators = scratch.floats(2 * readers * C);
         query_norms = scratch.floats(readers * C);
+        forward_rounding = scratch.floats(decays_per_state());
+        backward_rounding = scratch.floats(decays_per_state());
         if (vector()) rates = Rates(scratch, kp);
     }
 
     bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
+    int64_t decays_per_state() const { return vector() ? kp : 1; }
     int64_t state_size() const { return strips * kp * kStrip; }
     float* found_strip(int64_t chunk, int64_t j) const { return found + (chunk * strips + j) * C * kStrip; }
 
@@ -115,7 +122,7 @@ struct Backward {
         inverse_norms(keys, kp, C, call.qk_l2norm, key_norm);
         if (call.qk_l2norm) scale_each_row(keys, kp, rows, key_norm);
         if (vector()) {
-            rates.read(call, span, time, rows, head, tokens.mask, kp);
+            rates.read(call, span, time, rows, head, tokens.mask, kp, rounding);
             decayed_scores(keys, nullptr, keys, rates, kp, rows, kt, left, run, a, nullptr);
             decay_since(keys, rates, kp, rows, read_keys);
             decay_until(keys, rates, kp, rows, write_keys);
@@ -128,7 +135,8 @@ struct Backward {
             scale_each_row(read_keys, kp, rows, since);
             memcpy(write_keys, keys, C * kp * sizeof(float));
             scale_each_row(write_keys, kp, rows, between + (C - 1) * C);
-            keep = since + C - 1;
+            keep_one = call.decay_kind == PHISTATE_DECAY_NONE ? 1.0f : kept(tokens.log_decay, *rounding);
+            keep = &keep_one;
             keep_step = 0;
         }
         for (int64_t t = 0; t < C; ++t) {
@@ -427,6 +435,7 @@ struct Backward {
         const int64_t at = sequence * heads.s + head, size = key_dim * call.value_dim, length = span.end - span.begin;
         load_state(call.d_s ? call.d_s + at * size : nullptr, call.d_z ? call.d_z + at * key_dim : nullptr, key_dim, call.value_dim, columns, kp,
                    d_state);
+        memset(backward_rounding, 0, decays_per_state() * sizeof(float));
         float d_decay = 0.0f;
         for (int64_t start = (most<int64_t>(length, 1) - 1) / PHISTATE_SEGMENT * PHISTATE_SEGMENT; start >= 0; start -= PHISTATE_SEGMENT) {
             const float *s = call.s0 ? call.s0 + at * size : nullptr, *z = call.z0 ? call.z0 + at * key_dim : nullptr;
@@ -436,11 +445,14 @@ struct Backward {
             }
             load_state(s, z, key_dim, call.value_dim, columns, kp, states);
             const int64_t begin = span.begin + start, end = least(begin + PHISTATE_SEGMENT, span.end), chunks = (end - begin + C - 1) / C;
+            memset(forward_rounding, 0, decays_per_state() * sizeof(float));
+            rounding = forward_rounding;
             for (int64_t i = 0; i < chunks; ++i) {
                 const int64_t time = begin + i * C;
                 look_ahead(span, time + C, most<int64_t>(0, least<int64_t>(C, end - time - C)), head, true);
                 recompute(span, time, least<int64_t>(C, end - time), head, i, i + 1 < chunks);
             }
+            rounding = backward_rounding;
             for (int64_t i = chunks - 1; i >= 0; --i) {
                 const int64_t time = begin + i * C;
                 look_ahead(span, time - C, i > 0 ? C : 0, head, false);

@@ -19,12 +19,12 @@ struct Rates {
     Rates(phistate::Scratch& scratch, int64_t kp)
         : rate(scratch.floats(C * kp)), since(scratch.floats(C * kp)), until(scratch.floats(C * kp)), whole(scratch.floats(3 * kp)) {}
 
-    // whole[0], whole[1]: of the blocks; whole[2]: of the chunk.
-    void read(const phistate_linear_attention& call, const Span& span, int64_t time, int64_t rows, int64_t head, const uint8_t* live, int64_t kp) {
+    // whole[0], whole[1]: of the blocks; whole[2]: of the chunk, with `rounding` [kp] as in kept.h.
+    void read(const phistate_linear_attention& call, const Span& span, int64_t time, int64_t rows, int64_t head, const uint8_t* live, int64_t kp,
+              float* rounding) {
         pack(call.decay, span.batch, time, head, rows, 0, call.key_dim, nullptr, live, rate, kp, C);
-        for (int64_t i = 0; i < C * kp; i += L) store(rate + i, exp(load(rate + i)));
+        exponentiate<C>(rate, kp, whole + 2 * kp, rounding);
         for (int64_t c = 0; c < kp; c += L) {
-            F total = splat(1.0f);
             for (int b = 0; b < C / kBlock; ++b) {
                 F forward = splat(1.0f), backward = splat(1.0f);
                 for (int i = 0; i < kBlock; ++i) {
@@ -35,9 +35,7 @@ struct Rates {
                     backward *= load(rate + j * kp + c);
                 }
                 store(whole + b * kp + c, forward);
-                total *= forward;
             }
-            store(whole + 2 * kp + c, total);
         }
     }
 };

@@ -18,7 +18,8 @@ struct Forward {
     phistate::Scratch scratch;
     float *keys, *kt, *queries, *key_scores, *query_scores, *between, *a, *p, *values, *out, *states;
     float *read_keys, *write_keys, *read_queries, *left, *run;  // vector decay
-    float* denominators;
+    float *denominators, *roundings;  // roundings: of what chunks keep, of each state (kept.h)
+    float keep;                       // of the chunk at hand; under a decay per feature rates.whole says it
     float key_norm[C], query_norm[C], since[C], key_gain[C], query_gain[C], write[C];
     Rates rates;
     Tokens<C> tokens;
@@ -40,6 +41,7 @@ struct Forward {
         out = scratch.floats(C * kStrip + kStateSlack);
         states = scratch.floats(together * columns.strips() * kp * kStrip);
         denominators = scratch.floats(readers * C);
+        roundings = scratch.floats(together * decays_per_state());
         if (!vector()) return;
         read_keys = scratch.floats(C * kp);
         write_keys = scratch.floats(C * kp);
@@ -50,11 +52,17 @@ struct Forward {
     }
 
     bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
+    int64_t decays_per_state() const { return vector() ? kp : 1; }
+    float* rounding(int64_t i) const { return roundings + i * decays_per_state(); }
     float* state(int64_t i) const { return states + i * columns.strips() * kp * kStrip; }
     float scale() const { return call.normalize ? 1.0f : static_cast<float>(call.scale); }
 
     void save(int64_t i, int64_t at, float* s, float* z) const {
         save_state(state(i), key_dim, call.value_dim, columns, kp, s + at * key_dim * call.value_dim, z ? z + at * key_dim : nullptr);
+    }
+
+    void checkpoint_state(int64_t i, float* to) const {
+        save_state(state(i), key_dim, call.value_dim, columns, kp, to, columns.first == 0 ? to + key_dim * call.value_dim : nullptr);
     }
 
     void read_keys_of(const Span& span, int64_t time, int64_t rows, int64_t key_head) {
@@ -80,8 +88,9 @@ struct Forward {
     }
 
     // a = −A diag(β) and p = P diag(β), from products of keys, of queries and keys, and the decays between.
-    void weigh_scalar(int64_t rows) {
+    void weigh_scalar(int64_t rows, float* rounding) {
         relative_decay<C>(tokens.rate, C, between, since);
+        keep = call.decay_kind == PHISTATE_DECAY_NONE ? 1.0f : kept(tokens.log_decay, *rounding);
         float weight[C];
         for (int64_t r = 0; r < C; r += L) {
             const F w = PHISTATE_NS::load(tokens.beta + r) * PHISTATE_NS::load(key_norm + r);
@@ -92,18 +101,18 @@ struct Forward {
         for (int64_t t = 0; t < C; ++t) {
             const F norm = splat(t < rows ? -key_norm[t] : 0.0f);
             for (int64_t c = 0; c < C; c += L) {
-                const bool live = t < rows && c <= t;
-                F d = live ? PHISTATE_NS::load(between + t * C + c) * PHISTATE_NS::load(weight + c) : zero();
-                store(a + t * C + c, live ? PHISTATE_NS::load(key_scores + t * C + c) * d * norm : zero());
+                const int64_t lanes = t < rows ? most<int64_t>(0, least<int64_t>(L, t + 1 - c)) : 0;  // up to the diagonal
+                const F d = PHISTATE_NS::load(between + t * C + c) * PHISTATE_NS::load(weight + c);
+                store(a + t * C + c, lanes ? first_lanes(PHISTATE_NS::load(key_scores + t * C + c) * d * norm, lanes) : zero());
                 for (int64_t i = 0; i < heads.readers(); ++i)
-                    store(p + (i * C + t) * C + c, live ? PHISTATE_NS::load(query_scores + (i * C + t) * C + c) * d : zero());
+                    store(p + (i * C + t) * C + c, lanes ? first_lanes(PHISTATE_NS::load(query_scores + (i * C + t) * C + c) * d, lanes) : zero());
             }
             a[t * C + t] = 0.0f;
         }
     }
 
-    void weigh_vector(const Span& span, int64_t time, int64_t rows, int64_t head) {
-        rates.read(call, span, time, rows, head, tokens.mask, kp);
+    void weigh_vector(const Span& span, int64_t time, int64_t rows, int64_t head, float* rounding) {
+        rates.read(call, span, time, rows, head, tokens.mask, kp, rounding);
         decayed_scores(queries, keys, keys, rates, kp, rows, kt, left, run, p, a);
         for (int64_t i = 1; i < heads.readers(); ++i)
             decayed_scores(queries + i * C * kp, nullptr, keys, rates, kp, rows, kt, left, run, p + i * C * C, nullptr);
@@ -119,7 +128,7 @@ struct Forward {
                 store(row, t < rows ? PHISTATE_NS::load(row) * w * splat(-1.0f) : zero());
                 for (int64_t i = 0; i < heads.readers(); ++i) {
                     row = p + (i * C + t) * C + c;
-                    store(row, PHISTATE_NS::load(row) * w);
+                    store(row, first_lanes(PHISTATE_NS::load(row) * w, most<int64_t>(0, least<int64_t>(L, t + 1 - c))));
                 }
             }
             a[t * C + t] = 0.0f;
@@ -135,9 +144,8 @@ struct Forward {
         solve_down(rows, n, a, values);
         for (int64_t reader = 0; reader < readers; ++reader) {
             const float* q = (vector() ? read_queries : queries) + reader * C * kp;
-            product<float>(rows, n, key_dim, {q, kp, 1}, {s, kStrip}, {out, kStrip, nullptr, 0, vector() ? nullptr : since},
-                           Part::All, &ahead);
-            product<float>(rows, n, rows, {p + reader * C * C, C, 1}, {values, kStrip}, {out, kStrip, &kOne}, Part::LowerIn);
+            causal_read(rows, n, key_dim, {q, kp, 1}, {s, kStrip}, {p + reader * C * C, C, 1}, {values, kStrip},
+                        {out, kStrip, nullptr, 0, vector() ? nullptr : since}, &ahead);
             float* below = denominators + reader * C;
             if (columns.skip(i))
                 for (int64_t t = 0; t < rows; ++t) {
@@ -156,7 +164,7 @@ struct Forward {
             product<float>(key_dim, n, rows, {write_keys, 1, kp}, {values, kStrip}, {s, kStrip, rates.whole + 2 * kp, 1}, Part::All,
                            &ahead);
         else
-            product<float>(key_dim, n, rows, {keys, 1, kp}, {values, kStrip}, {s, kStrip, since + C - 1}, Part::All, &ahead);
+            product<float>(key_dim, n, rows, {keys, 1, kp}, {values, kStrip}, {s, kStrip, &keep}, Part::All, &ahead);
     }
 
     // What the next chunk reads and writes first, to be fetched during this one.
@@ -181,6 +189,7 @@ struct Forward {
             load_state(call.s0 ? call.s0 + at * key_dim * call.value_dim : nullptr, call.z0 ? call.z0 + at * key_dim : nullptr, key_dim,
                        call.value_dim, columns, kp, state(i));
         }
+        memset(roundings, 0, together * decays_per_state() * sizeof(float));
         const int64_t readers = heads.readers();
         for (int64_t time = span.begin; time < span.end; time += C) {
             const int64_t rows = least<int64_t>(C, span.end - time);
@@ -188,7 +197,7 @@ struct Forward {
             look_ahead(span, time + C, first);
             for (int64_t i = 0; i < together; ++i) {
                 const int64_t head = first + i;
-                if (call.checkpoints && time > span.begin && (time - span.begin) % PHISTATE_SEGMENT == 0) keep(i, checkpoint(call, span, time, head));
+                if (call.checkpoints && time > span.begin && (time - span.begin) % PHISTATE_SEGMENT == 0) checkpoint_state(i, checkpoint(call, span, time, head));
                 tokens.read(call, span, time, rows, head);
                 if (i == 0) read_keys_of(span, time, rows, heads.key(head));
                 for (int64_t reader = 0; reader < readers; ++reader) {
@@ -198,17 +207,13 @@ struct Forward {
                     query_loaded = query;
                 }
                 if (vector())
-                    weigh_vector(span, time, rows, head);
+                    weigh_vector(span, time, rows, head, rounding(i));
                 else
-                    weigh_scalar(rows);
+                    weigh_scalar(rows, rounding(i));
                 for (int64_t j = 0; j < columns.strips(); ++j) strip(span, time, rows, head, j, state(i) + j * kp * kStrip);
             }
         }
         for (int64_t i = 0; i < together; ++i) save(i, sequence * heads.s + first + i, call.s, columns.first == 0 ? call.z : nullptr);
-    }
-
-    void keep(int64_t i, float* kept) const {
-        save_state(state(i), key_dim, call.value_dim, columns, kp, kept, columns.first == 0 ? kept + key_dim * call.value_dim : nullptr);
     }
 };
 

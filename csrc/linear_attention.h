@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "kept.h"
 #include "pack.h"
 #include "parallel.h"
 #include "runtime.h"
@@ -142,6 +143,7 @@ template <int Max>
 struct Tokens {
     float rate[Max];   // exp(decay), 1 without; only for decay per head or per token
     float beta[Max];   // 0 for padding
+    float log_decay;   // sum over the tokens; only where there are rates
     uint8_t live[Max];
     const uint8_t* mask;  // live, or null when all are
     bool beta_given;
@@ -163,12 +165,33 @@ struct Tokens {
             beta[r] = !token ? 0.0f : beta_given ? scalar(call.beta, span.batch, time + r, state_head) : 1.0f;
             rate[r] = token && decays ? scalar(call.decay, span.batch, time + r, state_head) : 0.0f;
         }
-        if (decays)
-            for (int64_t r = 0; r < Max; r += L) store(rate + r, exp(load(rate + r)));
-        else
+        if (!decays) {
             for (int64_t r = 0; r < Max; ++r) rate[r] = 1.0f;
+            return;
+        }
+        F total = zero();
+        for (int64_t r = 0; r < Max; r += L) {
+            total += load(rate + r);
+            store(rate + r, exp(load(rate + r)));
+        }
+        log_decay = sum(total);
     }
 };
+
+// A chunk's log-decays [Max, ld] become rates, and `keep` [ld] what it keeps of the state before it (kept.h).
+template <int Max>
+inline void exponentiate(float* rate, ptrdiff_t ld, float* keep, float* rounding) {
+    for (ptrdiff_t c = 0; c < ld; c += L) {
+        F total = zero(), lost = load(rounding + c);
+        for (ptrdiff_t i = c; i < Max * ld; i += ld) {
+            const F x = load(rate + i);
+            total += x;
+            store(rate + i, exp(x));
+        }
+        store(keep + c, kept(total, lost));
+        store(rounding + c, lost);
+    }
+}
 
 // between[t][j] = Π rate over j < i ≤ t for j ≤ t, else 0; since[t] = Π rate over i ≤ t. Products of factors ≤ 1:
 // no difference of cumulative sums is taken, so a reset of −inf or −1e37 is exact and nothing overflows.

@@ -172,6 +172,8 @@ PHISTATE_API int phistate_force_isa(const char* name);              /* NULL or "
 PHISTATE_API void phistate_poison_scratch(int64_t on);
 
 /* Probes: what tests and the benchmark ask of the building blocks. */
+/* n floats of scratch as a kernel would find them; leaves zeros there. */
+PHISTATE_API void phistate_probe_scratch(int64_t n, float* y);
 PHISTATE_API int phistate_probe_exp(int64_t n, const float* x, float* y);
 /* c[m,n] = a[m,k]·b[k,n], dense, through the tile product; pairs != 0: operands rounded to bfloat16. */
 PHISTATE_API int phistate_probe_product(int64_t m, int64_t n, int64_t k, const float* a, const float* b, float* c, int64_t pairs);

@@ -132,6 +132,13 @@ const char* phistate_last_error(void) { return phistate::error_text; }
 
 void phistate_poison_scratch(int64_t on) { phistate::poisoned = on != 0; }
 
+void phistate_probe_scratch(int64_t n, float* y) {
+    phistate::Scratch scratch;
+    float* found = scratch.floats(n);
+    memcpy(y, found, n * sizeof(float));
+    memset(found, 0, n * sizeof(float));
+}
+
 void phistate_set_parallel_for(void* parallel_for, void* get_num_threads) {
     phistate::torch_parallel_for = reinterpret_cast<phistate::ParallelFor>(parallel_for);
     phistate::torch_get_num_threads = reinterpret_cast<phistate::NumThreads>(get_num_threads);

@@ -10,6 +10,8 @@
 
 #include <stddef.h>
 
+#include <initializer_list>
+
 #include "vec.h"
 
 namespace PHISTATE_NS {
@@ -24,7 +26,8 @@ constexpr int kRows = 6, kCols = 2;  // 12 + 2 + 1 in 16
 enum class Part {
     All,
     LowerOut,  // C at and below the diagonal, rounded out to vectors; the rest of C is not touched
-    LowerIn,   // A is lower triangular: row r sums k ≤ r
+    LowerIn,   // A is lower triangular: row r sums k ≤ r, and zeros of A up to the end of its block
+    LowerRows, // the same row by row: what of B is not finite reaches no row above it
     UpperIn,   // A is upper triangular: row r sums k ≥ r
 };
 
@@ -126,7 +129,7 @@ PHISTATE_INLINE void block(ptrdiff_t k, const T* a, ptrdiff_t a_row, ptrdiff_t a
         if (keep) {
             const F g = splat(keep[i * keep_step]);
 #pragma GCC unroll 16
-            for (int j = 0; j < NR; ++j) sums[i][j] = fma(g, load(from + i * c_row + j * L), sums[i][j]);
+            for (int j = 0; j < NR; ++j) sums[i][j] = fma_exactly(g, load(from + i * c_row + j * L), sums[i][j]);
         }
 #pragma GCC unroll 16
         for (int j = 0; j < NR; ++j) store(row + j * L, sums[i][j]);
@@ -143,9 +146,9 @@ __attribute__((noinline)) void column(Part part, ptrdiff_t m, ptrdiff_t first_ve
     for (ptrdiff_t r = 0; r < m;) {
         // Rows that remain: sixes, then fours and ones, so that no block is left with too few sums in flight.
         const ptrdiff_t left = m - r;
-        const int rows = left >= kRows && left != kRows + 2 ? kRows : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        const int rows = part == Part::LowerRows ? 1 : left >= kRows && left != kRows + 2 ? kRows : left >= 4 ? 4 : left >= 2 ? 2 : 1;
         ptrdiff_t from = 0, to = k;
-        if (part == Part::LowerIn) to = least<ptrdiff_t>(k, (r + rows + kPerStep - 1) / kPerStep);
+        if (part == Part::LowerIn || part == Part::LowerRows) to = least<ptrdiff_t>(k, (r + rows + kPerStep - 1) / kPerStep);
         if (part == Part::UpperIn) from = least<ptrdiff_t>(k, r / kPerStep);
         if (part != Part::LowerOut || first_vector * L < r + rows) {
             const T* pa = a.data + r * a.row + from * a.col;
@@ -185,6 +188,25 @@ void product(ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, Left<T> a, Right<T> b, Out c
             column<1>(part, m, v, k, a, b, c, ahead);
             v += 1;
         }
+    }
+}
+
+// Whether n vectors hold numbers only.
+inline bool finite(const float* row, int64_t n) {
+    F total = zero();
+    for (int64_t c = 0; c < n; ++c) total = fma(load(row + c * L), zero(), total);
+    return sum(total) == 0.0f;
+}
+
+// out = gain·(left·state) + lower·values, n vectors: what each token of a chunk reads of the past and of the chunk. A
+// value that is no number must reach no token before it, and a block of rows multiplies those above the diagonal by
+// zero. It always shows in the last row, which sums over all of them; then the triangle is walked row by row.
+inline void causal_read(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t k, Left<float> left, Right<float> state, Left<float> lower, Right<float> values,
+                        Out out, Ahead* ahead) {
+    for (Part part : {Part::LowerIn, Part::LowerRows}) {
+        product<float>(rows, n, k, left, state, out, Part::All, ahead);
+        product<float>(rows, n, rows, lower, values, {out.data, out.row, &kOne}, part, ahead);
+        if (finite(out.data + (rows - 1) * out.row, n)) break;
     }
 }
 

@@ -81,6 +81,16 @@ PHISTATE_INLINE F fma(F a, F b, F c) {
 #endif
 }
 
+// a·b + c rounded once, where fma() may round twice: for what thousands of chunks are added to.
+PHISTATE_INLINE F fma_exactly(F a, F b, F c) {
+#if defined(PHISTATE_AVX512) || defined(PHISTATE_AVX2) || defined(PHISTATE_NEON)
+    return fma(a, b, c);
+#else
+    typedef double D __attribute__((vector_size(8 * L)));
+    return __builtin_convertvector(__builtin_convertvector(a, D) * __builtin_convertvector(b, D) + __builtin_convertvector(c, D), F);
+#endif
+}
+
 // ---- scalars of the storage types -------------------------------------------------------------------------
 
 PHISTATE_INLINE float from_bits(uint32_t bits) {
@@ -251,6 +261,22 @@ PHISTATE_INLINE void store(T* p, F x, int n) {
 
 PHISTATE_INLINE F select(I where, F yes, F no) {
     return reinterpret_cast<F>((where & reinterpret_cast<I>(yes)) | (~where & reinterpret_cast<I>(no)));
+}
+// x in the first n lanes, 0 ≤ n ≤ L, and 0 in the others, whatever stands there.
+PHISTATE_INLINE F first_lanes(F x, int64_t n) {
+#if defined(PHISTATE_AVX512)
+    return _mm512_maskz_mov_ps(first(static_cast<int>(n)), x);
+#else
+    static constexpr struct Edge {
+        int32_t at[2 * L];
+        constexpr Edge() : at{} {
+            for (int i = 0; i < L; ++i) at[i] = -1;
+        }
+    } edge;
+    I lanes;
+    memcpy(&lanes, edge.at + L - n, sizeof lanes);
+    return reinterpret_cast<F>(reinterpret_cast<I>(x) & lanes);
+#endif
 }
 // x where a > 0, else 0.
 PHISTATE_INLINE F where_positive(F a, F x) {

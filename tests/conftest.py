@@ -19,12 +19,16 @@ def instruction_set(request):
 
 @pytest.fixture(autouse=True)
 def poisoned_allocations():
-    """Uninitialised memory is NaN, so a kernel that reads what it never wrote fails."""
+    """Uninitialised memory is NaN, torch's and the kernels' scratch: one that reads what it never wrote fails."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=False)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    if ISAS:
+        native.poison_scratch(True)
     yield
     torch.use_deterministic_algorithms(before)
+    if ISAS:
+        native.poison_scratch(False)
 
 
 @pytest.fixture(autouse=True)

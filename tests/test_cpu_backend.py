@@ -215,6 +215,33 @@ def test_packed_sequences_in_parts():
     torch.testing.assert_close(got[1].s, want[1].s, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(("decay", "write", "normalize"), EVERY_MIXER)
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta"])
+def test_what_is_no_number_stays_behind_its_token(instruction_set, decay, write, normalize, name):
+    """A block of rows multiplies what lies above its diagonal by zero, and zero times NaN is NaN."""
+    case = make_case(decay, write, normalize, B=1, T=80, heads=(4, 2, 2), K=17, V=37).to(torch.float32)
+    clean = linear_attention(**case.tensors, **case.options, backend="cpu")
+    for t, bad in ((3, float("nan")), (17, float("inf")), (30, float("nan")), (64, float("nan"))):
+        spoiled = case.tensors[name].clone()
+        spoiled[:, t] = bad
+        o = linear_attention(**case.with_(**{name: spoiled}).tensors, **case.options, backend="cpu")
+        assert torch.equal(o[:, :t], clean[:, :t]), f"{name} at {t} reached an earlier token"
+        assert not o[:, t].isfinite().all()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_log_features_that_are_no_numbers_stay_behind_their_token(instruction_set, normalize):
+    phi = feature_map("favor+", head_dim=8, num_features=24)
+    q, k, v = torch.randn(3, 1, 80, 2, 8).unbind()
+    clean = linear_attention(q, k, v, feature_map=phi, normalize=normalize, backend="cpu")
+    for t in (3, 17, 64):
+        for i in range(3):
+            inputs = [x.clone() for x in (q, k, v)]
+            inputs[i][:, t] = float("nan")
+            o = linear_attention(*inputs, feature_map=phi, normalize=normalize, backend="cpu")
+            torch.testing.assert_close(o[:, :t], clean[:, :t])
+
+
 def test_long_sequence():
     q, k, v = torch.rand(3, 1, 65537, 1, 64).unbind()
     whole, end = linear_attention(q, k, v, normalize=True, backend="cpu", return_state=True)

@@ -85,6 +85,7 @@ int main() {
     for (float& x : d_o) x = uniform();
     for (float& x : decay) x = -4.0f * fabsf(uniform());
     for (float& x : beta) x = 0.5f + uniform();
+    phistate_poison_scratch(1);
     int failures = 0;
     char sets[128];
     snprintf(sets, sizeof sets, "%s", phistate_isas(1));

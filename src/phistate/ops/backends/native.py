@@ -40,6 +40,7 @@ def _load() -> ctypes.CDLL | str:
         ("isas", c_char_p, (c_int64,)),
         ("force_isa", c_int, (c_char_p,)),
         ("poison_scratch", None, (c_int64,)),
+        ("probe_scratch", None, (c_int64, c_void_p)),
         ("probe_exp", c_int, (c_int64, c_void_p, c_void_p)),
         ("probe_product", c_int, (c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64)),
         ("probe_peak", c_double, (c_int64,)),

@@ -1,0 +1,87 @@
+"""Decays near zero over long sequences: what one rounding does must not be done a million times."""
+
+import math
+
+import pytest
+import torch
+
+from phistate import linear_attention, mamba2_scan
+from phistate.ops.backends import native
+
+pytestmark = [
+    pytest.mark.skipif(native.why_not() is not None, reason=f"no native library: {native.why_not()}"),
+    pytest.mark.usefixtures("instruction_set"),
+]
+
+ALLOWED = 3e-5
+KINDS = ("head", "scalar", "vector")
+LENGTHS = [(10**4, -1e-7), (10**5, -1e-6), (10**6, -1e-6)]
+
+
+def decays(kind: str, value: float, T: int, K: int) -> torch.Tensor:
+    shape = {"head": (1,), "scalar": (1, T, 1), "vector": (1, T, 1, K)}[kind]
+    return torch.full(shape, value)
+
+
+@pytest.mark.parametrize("T, value", LENGTHS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_that_hardly_forgets(kind, threads, T, value):
+    """q = k = v = 1: the state is Σ_t exp(t d), and what v_0 moves of it exp((T − 1) d)."""
+    torch.set_num_threads(threads)
+    d = torch.tensor(value).double().item()
+    one, v = torch.ones(1, T, 1, 1), torch.ones(1, T, 1, 1, requires_grad=True)
+    decay = decays(kind, value, T, 1)
+    o, state = linear_attention(one, one, v, decay=decay, scale=1.0, return_state=True, backend="cpu")
+    (gradient,) = torch.autograd.grad(state.s.sum(), v)
+    want = math.expm1(d * T) / math.expm1(d)
+    assert state.s.item() == pytest.approx(want, rel=ALLOWED)
+    assert o[0, -1].item() == pytest.approx(want, rel=ALLOWED)
+    assert gradient[0, 0].item() == pytest.approx(math.exp(d * (T - 1)), rel=ALLOWED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_binding_that_nothing_overwrites(kind):
+    """Delta writes along another key leave the first value exp((T − 1) d) of itself, forward and backward."""
+    T, value = 10**6, -1e-6
+    k = torch.zeros(1, T, 1, 2)
+    k[:, 0, :, 0] = k[:, 1:, :, 1] = 1.0
+    v = torch.ones(1, T, 1, 1, requires_grad=True)
+    beta = torch.ones(1, T, 1)
+    decay = decays(kind, value, T, 2)
+    state = linear_attention(
+        k, k, v, decay=decay, beta=beta, write="delta", scale=1.0, return_state=True, backend="cpu"
+    )[1]
+    (gradient,) = torch.autograd.grad(state.s[0, 0, 0, 0], v)
+    want = math.exp(torch.tensor(value).double().item() * (T - 1))
+    assert state.s[0, 0, 0, 0].item() == pytest.approx(want, rel=ALLOWED)
+    assert gradient[0, 0].item() == pytest.approx(want, rel=ALLOWED)
+
+
+def test_mamba2_that_hardly_forgets():
+    T = 10**6
+    dt, A = torch.full((1, T, 1), 1e-3), torch.tensor([-1e-3])
+    ones = torch.ones(1, T, 1, 1)
+    _, state = mamba2_scan(ones, dt, A, ones, ones, return_state=True, backend="cpu")
+    step = dt[0, 0, 0].item()
+    d = step * A.double().item()
+    assert state.s.item() == pytest.approx(step * math.expm1(d * T) / math.expm1(d), rel=ALLOWED)
+
+
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+@pytest.mark.parametrize("write", ["add", "delta"])
+def test_a_reset_forgets_what_rounding_took(write, kind):
+    T = 4096
+    q, k, v = torch.randn(3, 1, T, 1, 4).unbind()
+    k = k / k.norm(dim=-1, keepdim=True)
+    beta = torch.rand(1, T, 1)
+    decay = decays(kind, -1e-6, T, 4)
+    decay[:, 2048] = float("-inf")
+    options = {"write": write, "return_state": True, "backend": "cpu"}
+    o, state = linear_attention(q, k, v, decay=decay, beta=beta, **options)
+    part = slice(2048, T)
+    want, alone = linear_attention(
+        q[:, part], k[:, part], v[:, part], decay=decay[:, part], beta=beta[:, part], **options
+    )
+    torch.testing.assert_close(o[:, part], want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.s, alone.s, rtol=1e-5, atol=1e-5)
