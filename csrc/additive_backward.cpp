@@ -5,11 +5,8 @@
 //   dVb = K dS + Aᵀ dO   dS ← D dS + Qᵀ dO
 // States are held transposed, [value, key], so that all but dVb come out by rows. A normalised output is the
 // quotient of two columns: V gets a column of ones, dO the gradient of the denominator beside that of the rest.
-//
-// The gradient of a decay is the sum of all that passes through it: pairs of a later query and an earlier key,
-// later queries that read the state before the chunk, earlier keys that reach the state after it, and what of the
-// one state reaches the other. Each is summed from the side where nothing else enters, so that no two large sums
-// cancel: gradients of strong decays come out small, not as rounding errors, and errors do not grow with T.
+// What passes through a decay is decay_gradient.h's.
+#include "decay_gradient.h"
 #include "linear_attention.h"
 #include "vector_decay.h"
 
@@ -36,24 +33,24 @@ struct Unit {
     const int64_t sequence, first, last, key_dim, value_dim, wide, kp, vp;  // wide: value_dim and the normaliser's column
     const Span span;
     phistate::Scratch scratch;
-    float *k, *kt, *v, *vt, *raw, *q, *d_o, *scores, *between, *rate, *states, *gradients, *ds, *dq, *dk, *dvt, *dv, *d_decay;
+    float *k, *kt, *v, *vt, *raw, *q, *d_o, *scores, *between, *rate, *states, *gradients, *ds, *dq, *dk, *dvt, *dv;
     float *keep, *rounding, *forward_rounding, *backward_roundings;  // of the chunk at hand, and of the two walks (kept.h)
     float since[C], until[C], scales[C], d_beta[C];
     Ahead ahead;
     Tokens<C> tokens;
     VectorDecay<C> decayed;
+    DecayGradient<C> passed;
 
     Unit(const phistate_linear_attention& call, int64_t sequence, int64_t first, int64_t last)
         : call(call), heads(call), sequence(sequence), first(first), last(last), key_dim(call.key_dim), value_dim(call.value_dim),
           wide(call.value_dim + (call.normalize ? 1 : 0)), kp(round_up(key_dim, L)), vp(round_up(wide, L)), span(span_of(call, sequence)),
-          decayed(scratch, vector() ? kp : 0) {
+          decayed(scratch, vector() ? kp : 0), passed(scratch, kp, vector()) {
         for (float& x : scales) x = call.normalize ? 1.0f : static_cast<float>(call.scale);
         k = scratch.floats(C * kp);
         kt = scratch.floats(C * kp);
         q = scratch.floats(C * kp);
         dq = scratch.floats(C * kp);
         dk = scratch.floats(C * kp);
-        d_decay = scratch.floats(vector() ? C * kp : C);
         v = scratch.floats(C * vp);
         vt = scratch.floats(C * vp);
         raw = scratch.floats(C * vp);
@@ -170,59 +167,6 @@ struct Unit {
             }
     }
 
-    // What passes from the state before the chunk to the one after it.
-    void carry(const float* before) {
-        F total = zero();
-        for (int64_t c = 0; c < kp; c += L) {
-            F sums[4] = {};  // enough at once to hide an addition's latency
-            for (int64_t j = 0; j < vp; j += 4)
-#pragma GCC unroll 4
-                for (int64_t i = 0; i < 4; ++i) sums[i] = fma(load(before + (j + i) * kp + c), load(ds + (j + i) * kp + c), sums[i]);
-            F x = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-            total += x;
-            if (vector()) {
-                x *= load(keep + c);
-                for (int64_t t = 0; t < C; ++t) store(d_decay + t * kp + c, x);
-            }
-        }
-        if (!vector())
-            for (int64_t t = 0; t < C; ++t) d_decay[t] = sum(total) * *keep;
-    }
-
-    // What queries x read from before the chunk passed every decay up to them.
-    void passed_before(const float* x, const float* dx) {
-        if (vector()) return sum_from_end(x, dx, kp, C, kp, d_decay);
-        float total = 0.0f;
-        for (int64_t t = C - 1; t >= 0; --t) d_decay[t] += total += dot(x + t * kp, dx + t * kp);
-    }
-    // What keys x gave to after the chunk passes every decay past them.
-    void passed_after(const float* x, const float* dx) {
-        if (vector()) return sum_from_start(x, dx, kp, C, kp, d_decay);
-        float total = 0.0f;
-        for (int64_t t = 0; t < C; ++t) {
-            d_decay[t] += total;
-            total += dot(x + t * kp, dx + t * kp);
-        }
-    }
-    float dot(const float* x, const float* y) const {
-        F total = zero();
-        for (int64_t c = 0; c < kp; c += L) total = fma(load(x + c), load(y + c), total);
-        return sum(total);
-    }
-    // Pairs inside the chunk: d_decay[t] += Σ_{i≥t} Σ_{j<t} d_scores[i][j]·scores[i][j], one of the two decayed.
-    void passed_inside(const float* d_scores, int64_t rows) {
-        float sums[C] = {};
-        for (int64_t t = rows - 1; t > 0; --t) {
-            F total = zero();
-            for (int64_t c = 0; c < t; c += L) {
-                const F x = fma(load(d_scores + t * C + c), load(scores + t * C + c), load(sums + c));
-                store(sums + c, x);
-                total += load(sums + c, static_cast<int>(least<int64_t>(L, t - c)));
-            }
-            d_decay[t] += sum(total);
-        }
-    }
-
     // What the chunk at `time` will read, or write (gradients), while others multiply.
     void look_ahead(int64_t time, int64_t rows, int64_t head, bool backwards) {
         const int64_t output = head * heads.readers();
@@ -240,13 +184,13 @@ struct Unit {
         read(time, rows, head);
         transpose_panel(v, vp, C, vp, vt, C);
         const bool wants_decay = decays() && call.d_decay.data;
-        if (wants_decay) carry(before);
+        if (wants_decay) passed.carry(before, ds, vp, keep);
         // Through the state after the chunk.
         const float* keys = vector() ? decayed.keys_until_end() : k;
         transpose_panel(keys, kp, C, kp, kt, C);
         product<float>(C, kp / L, wide, {v, vp, 1}, {ds, kp}, {dk, kp, nullptr, 0, scalar_decay() ? until : nullptr}, Part::All,
                        &ahead);
-        if (wants_decay) passed_after(keys, dk);
+        if (wants_decay) passed.after(keys, dk);
         product<float>(wide, C / L, key_dim, {ds, kp, 1}, {kt, C}, {dvt, C}, Part::All, &ahead);
         if (scalar_decay())
             for (int64_t i = 0; i < wide * C; i += L) store(dvt + i, load(dvt + i) * load(until + i % C));
@@ -272,17 +216,17 @@ struct Unit {
             decayed.queries(q);
             decayed.scores(scores);
             queries = decayed.queries_since_start();
-            if (wants_decay) passed_before(queries, dq);
+            if (wants_decay) passed.before(queries, dq);
             // The first reader turns dk from the scaled keys' gradient into the keys'; the others add to it.
             phistate::Scratch once;
             float* dk_part = index > 0 ? once.zeros(C * kp) : dk;
-            decayed.gradients(d_scores, dq, dk_part, wants_decay ? d_decay : nullptr);
+            decayed.gradients(d_scores, dq, dk_part, wants_decay ? passed.data() : nullptr);
             for (int64_t i = 0; index > 0 && i < C * kp; i += L) store(dk + i, load(dk + i) + load(dk_part + i));
         } else {
-            if (wants_decay) passed_before(q, dq);
+            if (wants_decay) passed.before(q, dq);
             memset(scores, 0, C * C * sizeof(float));
             product<float>(rows, C / L, key_dim, {q, kp, 1}, {kt, C}, {scores, C}, Part::LowerOut, &ahead);
-            if (wants_decay) passed_inside(d_scores, rows);
+            if (wants_decay) passed.inside(d_scores, scores, rows);
             decay_triangle(scores, rows);
             product<float>(rows, kp / L, rows, {d_scores, C, 1}, {k, kp}, {dq, kp, &kOne}, Part::LowerIn, &ahead);
             product<float>(rows, kp / L, rows, {d_scores, 1, C}, {q, kp}, {dk, kp, &kOne}, Part::UpperIn, &ahead);
@@ -324,19 +268,12 @@ struct Unit {
     }
 
     void put_scalars(const phistate_view& view, int64_t time, int64_t rows, int64_t head, const float* values) const {
-        for (int64_t r = 0; r < rows; ++r) {
-            if (view.dtype == PHISTATE_BF16)
-                put(at<bf16>(view, span.batch, time + r, head), values[r]);
-            else if (view.dtype == PHISTATE_F16)
-                put(at<f16>(view, span.batch, time + r, head), values[r]);
-            else
-                *at<float>(view, span.batch, time + r, head) = values[r];
-        }
+        for (int64_t r = 0; r < rows; ++r) put_scalar(view, span.batch, time + r, head, values[r]);
     }
 
     // Writes d_decay, nothing for padding. Where a rate is 0 nothing passed, whatever rounding left.
     float decay_gradient(int64_t time, int64_t rows, int64_t head) {
-        float total = 0.0f;
+        float *d_decay = passed.data(), total = 0.0f;
         for (int64_t t = 0; t < rows; ++t) {
             const bool padding = tokens.mask && !tokens.live[t];
             if (!vector()) {

@@ -7,7 +7,7 @@
 // A log-decay at i scales every path from a token before i, or the state, to one at or after it. Its gradient is the sum
 // over these paths, each with its decay: no difference of sums that would leave rounding where little passes.
 // States are kept by the forward pass every PHISTATE_SEGMENT tokens and recomputed between.
-#include "delta_decay.h"
+#include "delta_chunk.h"
 
 namespace PHISTATE_NS {
 namespace {
@@ -16,59 +16,15 @@ using namespace delta;
 
 constexpr int64_t kChunks = PHISTATE_SEGMENT / C;
 
-inline void put_scalar(const phistate_view& view, int64_t batch, int64_t time, int64_t head, float x) {
-    if (view.dtype == PHISTATE_BF16)
-        put(at<bf16>(view, batch, time, head), x);
-    else if (view.dtype == PHISTATE_F16)
-        put(at<f16>(view, batch, time, head), x);
-    else
-        put(at<float>(view, batch, time, head), x);
-}
-
-PHISTATE_INLINE float dot(const float* a, const float* b, int64_t n) {
-    F total = zero();
-    for (int64_t c = 0; c < n; c += L) total = fma(load(a + c), load(b + c), total);
-    return sum(total);
-}
-
-struct Backward {
-    const phistate_linear_attention& call;
-    const Heads heads;
-    const Columns columns;
-    const int64_t key_dim, kp, strips, readers;
-    phistate::Scratch scratch;
-    // One chunk's operands, keys and queries normalised where asked.
-    float *keys, *read_keys, *write_keys, *queries, *read_queries, *kt, *left, *run, *between, *a, *folded, *p;
-    float key_norm[C], since[C];
-    float keep_one;
-    const float* keep;  // D[end][start]
-    ptrdiff_t keep_step;
-    float *rounding, *forward_rounding, *backward_rounding;  // of what is kept: of the walk at hand, and of the two (kept.h)
-    Rates rates;
-    Tokens<C> tokens;
+struct Backward : Chunk {
     Ahead ahead;
+    float *forward_rounding, *backward_rounding;
     // A segment's states and writes, strip after strip.
     float *states, *found;
     // Gradients.
-    float *d_state, *d_out, *d_value, *written, *transposed, *state_transposed, *d_p, *d_a, *d_queries, *d_read, *d_write, *through, *d_rates, *denominators,
-        *query_norms;
+    float *d_state, *d_out, *d_value, *written, *transposed, *state_transposed, *d_p, *d_a, *d_queries, *d_read, *d_write, *through, *d_rates;
 
-    explicit Backward(const phistate_linear_attention& c)
-        : call(c), heads(c), columns{0, c.value_dim, c.normalize ? 1 : 0}, key_dim(c.key_dim), kp(round_up(c.key_dim, L)),
-          strips(columns.strips()), readers(heads.readers()) {
-        const int64_t panel = C * kp;
-        keys = scratch.zeros(panel);
-        read_keys = scratch.zeros(panel);
-        write_keys = scratch.zeros(panel);
-        queries = scratch.zeros(readers * panel);
-        read_queries = scratch.zeros(readers * panel);
-        kt = scratch.floats(panel);
-        left = scratch.floats(kBlock * kp);
-        run = scratch.floats(kp);
-        between = scratch.floats(C * C);
-        a = scratch.zeros(C * C);
-        folded = scratch.zeros(C * C);
-        p = scratch.zeros(readers * C * C);
+    explicit Backward(const phistate_linear_attention& c) : Chunk(c) {
         states = scratch.floats(kChunks * state_size());
         for (int64_t i = 0; i < kChunks * strips; ++i)  // rows of no feature are read and never written
             memset(states + (i * kp + key_dim) * kStrip, 0, (kp - key_dim) * kStrip * sizeof(float));
@@ -81,20 +37,15 @@ struct Backward {
         state_transposed = scratch.floats(kStrip * kp);
         d_p = scratch.floats(readers * C * C);
         d_a = scratch.floats(C * C);
-        d_queries = scratch.floats(readers * panel);
-        d_read = scratch.floats(panel);
-        d_write = scratch.floats(panel);
+        d_queries = scratch.floats(readers * C * kp);
+        d_read = scratch.floats(C * kp);
+        d_write = scratch.floats(C * kp);
         through = scratch.floats(kp);
         d_rates = scratch.floats(C * kp);
-        denominators = scratch.floats(2 * readers * C);
-        query_norms = scratch.floats(readers * C);
         forward_rounding = scratch.floats(decays_per_state());
         backward_rounding = scratch.floats(decays_per_state());
-        if (vector()) rates = Rates(scratch, kp);
     }
 
-    bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
-    int64_t decays_per_state() const { return vector() ? kp : 1; }
     int64_t state_size() const { return strips * kp * kStrip; }
     float* found_strip(int64_t chunk, int64_t j) const { return found + (chunk * strips + j) * C * kStrip; }
 
@@ -113,85 +64,6 @@ struct Backward {
         if (call.d_v.data) foresee(ahead, call.d_v, span.batch, time, heads.value(head), rows, 0, call.value_dim);
         if (call.d_k.data) foresee(ahead, call.d_k, span.batch, time, heads.key(head), rows, 0, key_dim);
         if (call.d_q.data) foresee(ahead, call.d_q, span.batch, time, heads.query(head * readers), rows, 0, key_dim);
-    }
-
-    // Keys and decays of a chunk: a = A, folded = −A diag β, and the keys that read and write the state.
-    void prepare(const Span& span, int64_t time, int64_t rows, int64_t head) {
-        tokens.read(call, span, time, rows, head);
-        pack(call.k, span.batch, time, heads.key(head), rows, 0, key_dim, nullptr, tokens.mask, keys, kp, C);
-        inverse_norms(keys, kp, C, call.qk_l2norm, key_norm);
-        if (call.qk_l2norm) scale_each_row(keys, kp, rows, key_norm);
-        if (vector()) {
-            rates.read(call, span, time, rows, head, tokens.mask, kp, rounding);
-            decayed_scores(keys, nullptr, keys, rates, kp, rows, kt, left, run, a, nullptr);
-            decay_since(keys, rates, kp, rows, read_keys);
-            decay_until(keys, rates, kp, rows, write_keys);
-            keep = rates.whole + 2 * kp;
-            keep_step = 1;
-        } else {
-            relative_decay<C>(tokens.rate, C, between, since);
-            scores(keys, rows, a);
-            memcpy(read_keys, keys, C * kp * sizeof(float));
-            scale_each_row(read_keys, kp, rows, since);
-            memcpy(write_keys, keys, C * kp * sizeof(float));
-            scale_each_row(write_keys, kp, rows, between + (C - 1) * C);
-            keep_one = call.decay_kind == PHISTATE_DECAY_NONE ? 1.0f : kept(tokens.log_decay, *rounding);
-            keep = &keep_one;
-            keep_step = 0;
-        }
-        for (int64_t t = 0; t < C; ++t) {
-            float* row = a + t * C;
-            row[t] = 0.0f;
-            for (int64_t c = 0; c < C; c += L) {
-                if (t >= rows) store(row + c, zero());
-                store(folded + t * C + c, PHISTATE_NS::load(row + c) * PHISTATE_NS::load(tokens.beta + c) * splat(-1.0f));
-            }
-        }
-    }
-
-    // to = lower (x Kᵀ ⊙ D) under a decay per token.
-    void scores(const float* x, int64_t rows, float* to) {
-        transpose_panel(keys, kp, C, kp, kt, C);
-        product<float>(rows, vectors(rows), key_dim, {x, kp, 1}, {kt, C}, {to, C}, Part::LowerOut);
-        mask_lower(to, rows);
-    }
-    void mask_lower(float* to, int64_t rows) const {
-        for (int64_t t = 0; t < C; ++t)
-            for (int64_t c = 0; c < C; c += L)
-                store(to + t * C + c, t < rows && c <= t ? PHISTATE_NS::load(to + t * C + c) * PHISTATE_NS::load(between + t * C + c) : zero());
-    }
-
-    // Queries of a chunk, their scores, and for a normalised call one over the denominators, and o·dO.
-    void prepare_queries(const Span& span, int64_t time, int64_t rows, int64_t head) {
-        for (int64_t i = 0; i < readers; ++i) {
-            float *q = queries + i * C * kp, *norm = query_norms + i * C;
-            pack(call.q, span.batch, time, heads.query(head * readers + i), rows, 0, key_dim, nullptr, tokens.mask, q, kp, C);
-            inverse_norms(q, kp, C, call.qk_l2norm, norm);
-            if (call.qk_l2norm) scale_each_row(q, kp, rows, norm);
-            if (vector()) {
-                decayed_scores(q, nullptr, keys, rates, kp, rows, kt, left, run, p + i * C * C, nullptr);
-                decay_since(q, rates, kp, rows, read_queries + i * C * kp);
-            } else {
-                scores(q, rows, p + i * C * C);
-                memcpy(read_queries + i * C * kp, q, C * kp * sizeof(float));
-                scale_each_row(read_queries + i * C * kp, kp, rows, since);
-            }
-        }
-        if (!columns.ones) return;
-        for (int64_t i = 0; i < readers; ++i)
-            for (int64_t t = 0; t < rows; ++t) {
-                const float below = call.denominators[(span.batch * call.time + time + t) * heads.o + head * readers + i];
-                denominators[i * C + t] = below == 0.0f ? 0.0f : 1.0f / below;
-            }
-        float* along = denominators + readers * C;
-        for (int64_t i = 0; i < readers * C; ++i) along[i] = 0.0f;
-        for (int64_t j = 0; j < strips; ++j)
-            for (int64_t i = 0; i < readers && columns.count(j) > 0; ++i) {
-                const int64_t n = columns.count(j), output = head * readers + i;
-                pack(call.o, span.batch, time, output, rows, columns.value(j), n, nullptr, tokens.mask, d_value, kStrip, rows);
-                pack(call.d_o, span.batch, time, output, rows, columns.value(j), n, nullptr, tokens.mask, written, kStrip, rows);
-                for (int64_t t = 0; t < rows; ++t) along[i * C + t] += dot(d_value + t * kStrip, written + t * kStrip, round_up(n, L));
-            }
     }
 
     // The gradient of a strip of Q̃ S + P U, column of ones included.

@@ -43,6 +43,15 @@ inline float scalar(const phistate_view& view, int64_t batch, int64_t time, int6
     return *at<float>(view, batch, time, head);
 }
 
+inline void put_scalar(const phistate_view& view, int64_t batch, int64_t time, int64_t head, float x) {
+    if (view.dtype == PHISTATE_BF16)
+        put(at<bf16>(view, batch, time, head), x);
+    else if (view.dtype == PHISTATE_F16)
+        put(at<f16>(view, batch, time, head), x);
+    else
+        put(at<float>(view, batch, time, head), x);
+}
+
 inline void pack(const phistate_view& view, int64_t batch, int64_t time, int64_t head, int64_t rows, int64_t first, int64_t n,
                  const float* gain, const uint8_t* live, float* panel, ptrdiff_t ld, int64_t padded_rows) {
     if (view.dtype == PHISTATE_BF16)

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "pack.h"
+#include "runtime.h"
 
 namespace PHISTATE_NS {
 

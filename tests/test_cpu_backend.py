@@ -260,7 +260,9 @@ def test_opcheck(delta):
     s, z = torch.rand(2, 2, 8, 6, requires_grad=True), torch.rand(2, 2, 8, requires_grad=True)
     # scale, normalize, causal, delta, qk_l2norm, map, map_scale
     options = (0.5, True, True, delta, delta, None if delta else "elu", 0.7)
-    torch.library.opcheck(torch.ops.phistate.linear_attention.default, (q, k, v, decay, None, s, z, None, None, *options, True))
+    torch.library.opcheck(
+        torch.ops.phistate.linear_attention.default, (q, k, v, decay, None, s, z, None, None, *options, True)
+    )
     one = [x.detach()[:, :1] for x in (q, k, v)]
     torch.library.opcheck(
         torch.ops.phistate.linear_attention_step_.default, (*one, None, None, s.detach(), z.detach(), 0.5, delta, delta)

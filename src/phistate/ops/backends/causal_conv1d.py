@@ -36,9 +36,7 @@ def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> tuple[Tens
     return torch.empty_like(x), x.new_empty(sequences, x.shape[2], weight.shape[1] - 1)
 
 
-def _head(
-    x: Tensor, weight: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, silu: bool
-) -> tuple[int, ...]:
+def _head(x: Tensor, weight: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> tuple[int, ...]:
     """The values of the fields ``_HEAD``. The tensors must outlive the call."""
     return _FORWARD.size, *layout(x, mask, cu_seqlens), x.shape[2], weight.shape[1], silu, *series(x)
 

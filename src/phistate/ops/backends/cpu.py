@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phistate.ops.backends import abi, linear_attention_backward, native
+from phistate.ops.backends import abi, derivatives, native
+from phistate.ops.backends.linear_attention_backward import linear_attention
 from phistate.ops.backends.base import Call, Result, without_padding
 from phistate.ops.log_space import by_vector_decay
 
@@ -29,6 +30,7 @@ class CpuBackend:
             reasons.append(f"form={call.form!r}: the kernels are chunked")
         if 0 in (call.q.shape[0], *call.q.shape[2:], *call.k.shape[2:], *call.v.shape[2:]):
             reasons.append("a dimension other than time is empty")
+        reasons += derivatives.reasons_against(call.q, call.k, call.v, call.decay, call.beta, call.s, call.z)
         return reasons
 
     def run(self, call: Call) -> Result:
@@ -43,7 +45,7 @@ class CpuBackend:
             q, k = _l2norm(q, call.mask), _l2norm(k, call.mask)
         inputs = (q, k, call.v, call.decay, call.beta, call.s, call.z)
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        o, s, z, _, _ = torch.ops.phistate.linear_attention(
+        o, s, z, _, _ = linear_attention(
             *inputs,
             *(
                 call.mask,

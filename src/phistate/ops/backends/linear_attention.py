@@ -21,9 +21,7 @@ HEAD = (
 )
 """What every call says, in the words of ``struct phistate_linear_attention``."""
 
-_FORWARD = abi.form(
-    abi.LinearAttention, f"{HEAD} o s z checkpoints denominators qk_l2norm map map_scale"
-)
+_FORWARD = abi.form(abi.LinearAttention, f"{HEAD} o s z checkpoints denominators qk_l2norm map map_scale")
 _LOG = abi.form(abi.LinearAttention, f"{HEAD} o s z log_features log_scale0 log_scale")
 _STEP = abi.form(abi.LinearAttention, f"{HEAD} o s z qk_l2norm")
 _SIZE = _FORWARD.size

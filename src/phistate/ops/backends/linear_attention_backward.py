@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phistate.ops.backends import abi, native
+from phistate.features import feature_map
+from phistate.ops.backends import abi, derivatives, native
+from phistate.ops.backends.base import Call
 from phistate.ops.backends.linear_attention import HEAD, SCHEMA, contiguous, dense, dense_decay, head, library, sizes
+from phistate.ops.backends.torch import TorchBackend
 
 _BACKWARD = abi.form(
     abi.LinearAttention,
@@ -81,7 +86,11 @@ def _run(
         *abi.view(wide[0]),
         *abi.view(wide[1]),
         *abi.view(wide[2]),
-        *((abi.view(d_heads) if d_heads.ndim > 2 else (d_heads.data_ptr(), 0, 0, 0, 1)) if wants_decay else abi.ABSENT_VIEW),
+        *(
+            (abi.view(d_heads) if d_heads.ndim > 2 else (d_heads.data_ptr(), 0, 0, 0, 1))
+            if wants_decay
+            else abi.ABSENT_VIEW
+        ),
         *(abi.view(d_beta) if wants_beta else abi.ABSENT_VIEW),
         d_s0.data_ptr() if wants_s else 0,
         d_z0.data_ptr() if wants_z else 0,
@@ -146,6 +155,11 @@ def _backward(
     ctx: Any, d_o: Tensor | None, d_s: Tensor | None, d_z: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     q, k, v, decay, beta, s, z, mask, cu_seqlens, o, final_s, final_z, checkpoints, denominators = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True: what is computed here will be differentiated
+        inputs = (q, k, v, decay, beta, s, z)
+        form = functools.partial(_torch_form, mask, cu_seqlens, ctx.options)
+        found = derivatives.gradients(form, inputs, ctx.needs_input_grad[:7], (d_o, d_s, d_z))
+        return (*found, *(None,) * 10)
     wanted = ctx.needs_input_grad[3:7]
     if d_o is None:
         d_o = q.new_zeros(*q.shape[:2], sizes(q, k, v, cu_seqlens)[2], v.shape[3])
@@ -161,6 +175,38 @@ def _backward(
     return (*gradients, *side, *(None,) * 10)
 
 
+def _torch_form(
+    mask: Tensor | None, cu_seqlens: Tensor | None, options: Sequence[Any], *inputs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """o, s and z of the call whose options these are, in plain PyTorch."""
+    scale, normalize, causal, delta, qk_l2norm, map, map_scale = options
+    q, k, v, decay, beta, s, z = inputs
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    call = Call(
+        q,
+        k,
+        v,
+        decay,
+        beta,
+        write="delta" if delta else "add",
+        normalize=normalize,
+        scale=scale,
+        causal=causal,
+        qk_l2norm=qk_l2norm,
+        s=s,
+        z=z,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        feature_map=None if map is None else feature_map(map, head_dim=q.shape[3], scale=map_scale**2),
+    )
+    return TorchBackend().run(call)[:3]
+
+
 library.impl("linear_attention_backward", _run, "CPU")
 torch.library.register_fake("phistate::linear_attention_backward", _fake, lib=library)
 torch.library.register_autograd("phistate::linear_attention", _backward, setup_context=_setup, lib=library)
+
+linear_attention = torch.ops.phistate.linear_attention
+"""The forward operator, differentiable."""

@@ -13,9 +13,7 @@ from phistate.ops.backends.abi import address, layout, series
 
 _HEAD = "bytes layout channels groups states softplus x delta z b c a d bias h0"
 _FORWARD = abi.form(abi.Selective, f"{_HEAD} y h checkpoints")
-_BACKWARD = abi.form(
-    abi.Selective, f"{_HEAD} checkpoints d_y d_h d_x d_delta d_z parts d_b d_c d_a d_d d_bias d_h0"
-)
+_BACKWARD = abi.form(abi.Selective, f"{_HEAD} checkpoints d_y d_h d_x d_delta d_z parts d_b d_c d_a d_d d_bias d_h0")
 _STEP = abi.form(
     abi.SelectiveStep,
     "bytes batch channels groups states repeat softplus low high x delta z b c a a_channel a_state d bias h y",
