@@ -55,7 +55,7 @@ def test_structures(compiled, name):
 
 
 def test_no_field_is_left_out(compiled):
-    """As all fields are 8 bytes and all offsets agree, equal sizes mean equal counts; so no structure may be missing."""
+    """All fields are 8 bytes: where offsets and sizes agree, so do counts. So no structure may be missing."""
     declared = {line.split()[2] for line in HEADER.read_text().splitlines() if line.startswith("typedef struct")}
     assert declared == set(abi.STRUCTURES)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from phistate.ops.backends import abi, derivatives, native
-from phistate.ops.backends.linear_attention_backward import linear_attention
 from phistate.ops.backends.base import Call, Result, without_padding
+from phistate.ops.backends.linear_attention_backward import linear_attention
 from phistate.ops.log_space import by_vector_decay
 
 # Asked once, at import: a compiler's trace cannot ask a library. A PHISTATE_ISA that cannot be honoured raises here.

@@ -1,7 +1,7 @@
 """What native kernels do not differentiate, and who does instead.
 
-A kernel comes with its backward pass: gradients of first order in reverse mode. Where more is asked for, an op's form in
-plain PyTorch answers, which autograd differentiates in every mode and to any order: a backward pass that is to be
+A kernel comes with its backward pass: gradients of first order in reverse mode. Where more is asked for, an op's form
+in plain PyTorch answers, which autograd differentiates in every mode and to any order: a backward pass that is to be
 differentiated runs through :func:`gradients`, and a call under forward mode or a ``torch.func`` transform is not the
 kernels' at all (:func:`reasons_against`).
 """
