@@ -5,33 +5,58 @@
 
 namespace PHISTATE_NS {
 
-// 2^x to about two units in the last place; 0 from −150 down to −inf, exactly 1 at 0, NaN for NaN.
-// x = n + r with |r| ≤ 1/2; minimax polynomial of degree 6 that is 1 at 0, relative error 2e-8.
-PHISTATE_INLINE F exp2(F x) {
+// 2^x in the parts it is made of: x = n + r with |r| ≤ 1/2, and 2^r = 1 + rest; minimax polynomial of degree 6 that is 1
+// at 0, relative error 2e-8. Multiplying by 1 + rest without forming it loses nothing to the rounding of a factor near 1.
+struct Exp2 {
+    F rest;
 #if defined(PHISTATE_AVX512)
-    const F r = _mm512_reduce_ps(x, 0);  // 0 for an infinite x
-    const F n = x - r;
+    F n;
 #else
-    x = clamp(x, -150.0f, 129.0f);
-    const F magic = splat(12582912.0f);  // 1.5·2²³: adding it rounds to an integer
-    const F shifted = x + magic;
-    const F n = shifted - magic;
-    const F r = x - n;
+    F first, second;  // 2ⁿ in two factors, as it may itself be out of range where the result is not
 #endif
-    F p = splat(1.53533605e-4f);
-    p = fma(p, r, splat(1.33988750e-3f));
-    p = fma(p, r, splat(9.61843692e-3f));
-    p = fma(p, r, splat(5.55033237e-2f));
-    p = fma(p, r, splat(2.40226477e-1f));
-    p = fma(p, r, splat(6.93147182e-1f));
-    p = fma(p, r, splat(1.0f));
+
+    PHISTATE_INLINE explicit Exp2(F x) {
 #if defined(PHISTATE_AVX512)
-    return _mm512_scalef_ps(p, n);
+        const F r = _mm512_reduce_ps(x, 0);  // 0 for an infinite x
+        n = x - r;
 #else
-    // In two steps, as 2ⁿ itself may be out of range where the result is not.
-    const I whole = reinterpret_cast<I>(shifted) - 0x4b400000;
-    const I half = whole >> 1;
-    return p * reinterpret_cast<F>((half + 127) << 23) * reinterpret_cast<F>((whole - half + 127) << 23);
+        x = clamp(x, -150.0f, 129.0f);
+        const F magic = splat(12582912.0f);  // 1.5·2²³: adding it rounds to an integer
+        const F shifted = x + magic;
+        const F r = x - (shifted - magic);
+        const I whole = reinterpret_cast<I>(shifted) - 0x4b400000;
+        const I half = whole >> 1;
+        first = reinterpret_cast<F>((half + 127) << 23);
+        second = reinterpret_cast<F>((whole - half + 127) << 23);
+#endif
+        F p = splat(1.53533605e-4f);
+        p = fma(p, r, splat(1.33988750e-3f));
+        p = fma(p, r, splat(9.61843692e-3f));
+        p = fma(p, r, splat(5.55033237e-2f));
+        p = fma(p, r, splat(2.40226477e-1f));
+        p = fma(p, r, splat(6.93147182e-1f));
+        rest = p * r;
+    }
+
+    // 2^x·h + a·b
+    PHISTATE_INLINE F keep(F h, F a, F b) const {
+        const F kept = fma(rest, h, h);
+#if defined(PHISTATE_AVX512)
+        return fma(a, b, _mm512_scalef_ps(kept, n));
+#else
+        return fma(kept * first, second, a * b);
+#endif
+    }
+};
+
+// 2^x to about two units in the last place; 0 from −150 down to −inf, exactly 1 at 0, NaN for NaN.
+PHISTATE_INLINE F exp2(F x) {
+    const Exp2 parts(x);
+    const F p = splat(1.0f) + parts.rest;
+#if defined(PHISTATE_AVX512)
+    return _mm512_scalef_ps(p, parts.n);
+#else
+    return p * parts.first * parts.second;
 #endif
 }
 

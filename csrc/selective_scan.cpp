@@ -20,7 +20,7 @@ void advance(int64_t rows, const float* delta, const float* u, const float* b, c
         F even = load(y + t * L), odd = zero();
 #pragma GCC unroll 8
         for (int j = 0; j < NB; ++j) {
-            h[j] = fma(exp2(step * rate[j]), h[j], write * splat(b[t * ld + j]));
+            h[j] = Exp2(step * rate[j]).keep(h[j], write, splat(b[t * ld + j]));
             F& sum = j % 2 ? odd : even;
             sum = fma(h[j], splat(c[t * ld + j]), sum);
         }

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from phistate import linear_attention, mamba2_scan
+from phistate import linear_attention, mamba2_scan, selective_scan
 from phistate.ops.backends import native
 
 pytestmark = [
@@ -85,3 +85,14 @@ def test_a_reset_forgets_what_rounding_took(write, kind):
     )
     torch.testing.assert_close(o[:, part], want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state.s, alone.s, rtol=1e-5, atol=1e-5)
+
+
+def test_a_scan_that_hardly_forgets():
+    """Its state is a sum of float32 token by token, but no factor near 1 is rounded before it multiplies."""
+    T = 10**5
+    delta, A = torch.full((1, T, 1), 1e-3), torch.tensor([[-1e-3]])
+    x, one = torch.full((1, T, 1), 1e3), torch.ones(1, T, 1)
+    _, state = selective_scan(x, delta, A, one, one, return_state=True, backend="cpu")
+    step = delta[0, 0, 0].double().item()
+    d = step * A.double().item()
+    assert state.item() == pytest.approx(step * 1e3 * math.expm1(d * T) / math.expm1(d), rel=1.5e-4)
