@@ -1,13 +1,4 @@
-"""Nadaraya–Watson regression that learns from a stream, as a scikit-learn estimator.
-
-What attention is to a query, this is to a row: ŷ(x) = Σ_j w_j κ(x, x_j) y_j / Σ_j w_j κ(x, x_j), with the Gaussian
-kernel κ(x, y) = exp(−Σ_l (x_l − y_l)²/2h_l²). With u = (x − offset)/h that is
-
-    κ(x, y) = exp(u_x·u_y) · exp(−‖u_x‖²/2) · exp(−‖u_y‖²/2)
-
-so a feature map of the exponential kernel makes it split, and all that was learned is the state of a linear mixer that
-never forgets: S = Σ_j w_j φ(x_j) y_jᵀ and z = Σ_j w_j φ(x_j), each feature relative to its own running maximum.
-"""
+"""The scikit-learn estimator."""
 
 from __future__ import annotations
 
@@ -15,7 +6,6 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -27,11 +17,12 @@ from sklearn.utils import check_array, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from phistate.features import ExponentialFeatureMap, FeatureMap, feature_map
-from phistate.features.base import Side, check_count
+from phistate.features import FeatureMap, feature_map
+from phistate.features.base import check_count
 from phistate.features.fitted import FittedFeatureMap
 from phistate.features.grid import Grid
 from phistate.ops.state import State
+from phistate.smoother.memory import Folded, Kept
 
 if TYPE_CHECKING:
     from typing import Self
@@ -39,9 +30,6 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 
 _RANDOM = ("favor+", "hyperbolic", "oprf", "rff", "sderf", "simplex")
-_EMPTY = float("-inf")
-# A block's features, or its kernel with every row kept, are 16 MB of float64: few calls, and not far from a cache.
-_BLOCK_ELEMENTS = 2**21
 # The grid's cells in bandwidths: finer than half, the kernel's error (5e-9) no longer shows; at one, it is 1.4%.
 _FINEST, _WIDEST = 0.5, 1.0
 # How far the grid reaches beyond the data, in bandwidths: four standard deviations of what it integrates. A row less
@@ -217,7 +205,7 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
     @property
     def state_(self) -> State | None:
         """What was learned; None when exact, or before the first row."""
-        return self._memory.state if isinstance(self._memory, _Folded) else None
+        return self._memory.state if isinstance(self._memory, Folded) else None
 
     def __sklearn_is_fitted__(self) -> bool:
         return "offset_" in vars(self) and self._memory.count > 0
@@ -256,8 +244,8 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
         digest = hashlib.sha256(self.offset_.tobytes() + self.bandwidth_.tobytes())
         digest.update(b"exact" if self.feature_map_ is None else self.feature_map_.fingerprint.encode())
         self._fingerprint = digest.hexdigest()[:16]
-        self._memory: _Folded | _Kept = (
-            _Kept() if self.feature_map_ is None else _Folded(self.feature_map_, self._fingerprint)
+        self._memory: Folded | Kept = (
+            Kept() if self.feature_map_ is None else Folded(self.feature_map_, self._fingerprint)
         )
         self._columns = None
 
@@ -337,129 +325,6 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
                 )
 
 
-@dataclass
-class _Folded:
-    """Rows as sums of features: the state."""
-
-    phi: FeatureMap
-    fingerprint: str
-    state: State | None = None
-
-    @property
-    def count(self) -> int:
-        return 0 if self.state is None else int(self.state.tokens)
-
-    @property
-    def block(self) -> int:
-        return max(1, _BLOCK_ELEMENTS // self.phi.num_features)
-
-    def learn(self, u: Tensor, y: Tensor, weight: Tensor) -> None:
-        log, sign = self._features(u, "key", weight.log())
-        peak = log.amax(0)
-        k = log.sub_(_finite(peak)).exp_()
-        k = k if sign is None else k * sign
-        self._add(k.mT @ y, k.sum(0), peak, len(u))
-
-    def merge(self, other: _Folded | _Kept) -> None:
-        assert isinstance(other, _Folded)
-        state = other.state
-        assert state is not None
-        assert state.z is not None
-        assert state.log_scale is not None
-        self._add(state.s[0, 0], state.z[0, 0], state.log_scale[0, 0], other.count)
-
-    def read(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        state = self.state
-        assert state is not None
-        assert state.z is not None
-        assert state.log_scale is not None
-        log, sign = self._features(u, "query", torch.zeros(()))
-        log += state.log_scale[0, 0]
-        peak = _finite(log.amax(-1, keepdim=True))
-        q = log.sub_(peak).exp_()
-        q = q if sign is None else q * sign
-        mass = q @ state.z[0, 0]
-        values = torch.where(mass == 0, 0.0, (q @ state.s[0, 0]).mT / mass).mT
-        return values, mass * peak[:, 0].exp()
-
-    def _features(self, u: Tensor, side: Side, log_weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """log|φ(u)| − ‖u‖²/2 + log weight ``[n,F]``, and the signs where there are any."""
-        phi, rows = self.phi, u.unsqueeze(-2)
-        factor = (log_weight - u.square().sum(-1) / 2).unsqueeze(-1)
-        with torch.no_grad():
-            if isinstance(phi, ExponentialFeatureMap):
-                log = phi.log_query(rows) if side == "query" else phi.log_key(rows)
-                return log[:, 0].add_(factor), None
-            features = (phi.query(rows) if side == "query" else phi.key(rows))[:, 0]
-        return features.abs().log_().add_(factor), features.sign()
-
-    def _add(self, s: Tensor, z: Tensor, peak: Tensor, count: int) -> None:
-        """Sums relative to exp(peak) join those held, both made relative to the larger of the two."""
-        state = self.state
-        if state is not None:
-            assert state.z is not None
-            assert state.log_scale is not None
-            held, new = state.log_scale[0, 0], peak
-            peak = torch.maximum(held, new)
-            keep, take = ((x - _finite(peak)).exp() for x in (held, new))
-            s = state.s[0, 0] * keep.unsqueeze(-1) + s * take.unsqueeze(-1)
-            z = state.z[0, 0] * keep + z * take
-            count += self.count
-        self.state = State(
-            s=s[None, None],
-            z=z[None, None],
-            log_scale=peak[None, None],
-            tokens=torch.tensor([count]),
-            fingerprint=self.fingerprint,
-        )
-
-
-@dataclass
-class _Kept:
-    """Rows as they came: the exact smoother."""
-
-    u: Tensor | None = None
-    y: Tensor | None = None
-    log_weight: Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        return 0 if self.u is None else len(self.u)
-
-    @property
-    def block(self) -> int:
-        return max(1, _BLOCK_ELEMENTS // max(self.count, 1))
-
-    def learn(self, u: Tensor, y: Tensor, weight: Tensor) -> None:
-        self._append(u, y, weight.log())
-
-    def merge(self, other: _Folded | _Kept) -> None:
-        assert isinstance(other, _Kept)
-        assert other.u is not None
-        assert other.y is not None
-        assert other.log_weight is not None
-        self._append(other.u, other.y, other.log_weight)
-
-    def read(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.u is not None
-        assert self.y is not None
-        assert self.log_weight is not None
-        log = torch.cdist(u, self.u, compute_mode="donot_use_mm_for_euclid_dist").square_().mul_(-0.5)
-        log += self.log_weight
-        peak = _finite(log.amax(-1, keepdim=True))
-        kernel = log.sub_(peak).exp_()
-        total = kernel.sum(-1)
-        values = torch.where(total == 0, 0.0, (kernel @ self.y).mT / total).mT
-        return values, total * peak[:, 0].exp()
-
-    def _append(self, u: Tensor, y: Tensor, log_weight: Tensor) -> None:
-        if self.u is None or self.y is None or self.log_weight is None:
-            self.u, self.y, self.log_weight = u, y, log_weight
-        else:
-            self.u, self.y = torch.cat([self.u, u]), torch.cat([self.y, y])
-            self.log_weight = torch.cat([self.log_weight, log_weight])
-
-
 def _grid(u: Tensor, most: int) -> Grid | int:
     """The finest useful grid over the rows with at most ``most`` centres; else how many the coarsest one takes."""
     low, high = (u.amin(0) - _MARGIN).tolist(), (u.amax(0) + _MARGIN).tolist()
@@ -471,11 +336,6 @@ def _grid(u: Tensor, most: int) -> Grid | int:
         if math.prod(counts(float(width))) <= most:
             return Grid(u.shape[1], low=low, high=high, counts=counts(float(width)), scale=1.0)
     return math.prod(counts(_WIDEST))
-
-
-def _finite(peak: Tensor) -> Tensor:
-    """The peak to subtract: 0 where it is −inf, so that −inf minus it stays −inf."""
-    return peak.masked_fill(peak == _EMPTY, 0.0)
 
 
 def _weights(sample_weight: ArrayLike | None, count: int) -> Array:
