@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
 from sklearn.exceptions import NotFittedError
-from sklearn.utils import check_array, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from phistate.features import FeatureMap, feature_map
+from phistate.features import FeatureMap
 from phistate.features.base import check_count
-from phistate.features.fitted import FittedFeatureMap
-from phistate.features.grid import Grid
 from phistate.ops.state import State
+from phistate.smoother.fidelity import Fidelity, measure, reach_of, told_rows
+from phistate.smoother.maps import choose_map
 from phistate.smoother.memory import Folded, Kept
+from phistate.smoother.scaling import (
+    Array,
+    check_offset,
+    check_standardised,
+    check_weights,
+    fix_bandwidth,
+    fix_offset,
+    standardise,
+    tell,
+)
 
 if TYPE_CHECKING:
     from typing import Self
 
-Array = NDArray[np.float64]
-
-_RANDOM = ("favor+", "hyperbolic", "oprf", "rff", "sderf", "simplex")
-# The grid's cells in bandwidths: finer than half, the kernel's error (5e-9) no longer shows; at one, it is 1.4%.
-_FINEST, _WIDEST = 0.5, 1.0
-# How far the grid reaches beyond the data, in bandwidths: four standard deviations of what it integrates. A row less
-# than half of that from the edge loses 2% of its kernel and more.
-_MARGIN = 2.0
+# As many rows as a float64 can count may be summed without overflow.
+_LARGEST_TARGET = float(np.finfo(np.float64).max) * 2.0**-53
 
 
 class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
@@ -51,6 +52,10 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
     does not change when both rows shift, so the offset costs no accuracy: it only keeps ‖u‖, and with it a random
     map's variance, small.
 
+    A random map holds the kernel of rows within a few bandwidths of the offset, how many depends on the map, its
+    features and the columns. So every map is compared with the exact smoother on the rows it is prepared on, and one
+    that averages other rows is refused or told of; ``predict`` tells of a mass that is off.
+
     Args:
         feature_map: ``"auto"``: ``"grid"`` where a grid fits, else ``"oprf"``. ``"grid"``: the kernel's own integral on
             a grid over the data, off by 5e-9 with features to spare and 1.4% at most, for 1 to 3 columns.
@@ -59,7 +64,7 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
             ``FeatureMap`` with ``scale=1``.
         num_features: at most how many features the map may have; a function decides for itself.
         bandwidth: h, one number or one a column, in the columns' units; ``"scott"``: sd_l · n^(−1/(d+4)), n the sum of
-            the weights (1 in place of a standard deviation of zero).
+            the weights (1 in place of a standard deviation of zero). A map has a least bandwidth, see below.
         offset: one number a column, or one for all; None: the weighted mean.
         exact: keep every row and use the kernel itself: the slow twin to compare with. Memory grows with the rows.
         signed: ``"allow"`` lets a map whose kernel can be negative be used; ``"refuse"``. Its predictions may lie
@@ -71,10 +76,20 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
         bandwidth_, offset_: ``[d]``, as fixed.
         state_: what was learned, a ``phistate.State`` with one head: S, z, the log scale and the rows seen. None when
             exact.
+        total_variation_: ½ Σ_j |p̂_j − p_j|, the map's weights in an average against the exact smoother's, mean over
+            128 of the rows prepared on, each against 2²¹ / features of them at most: their averages are off by at most
+            that times the range of y. None when exact.
+        delta_: |δ|, the mass's relative error, median over the same rows. None when exact.
         n_features_in_: d.
 
     Raises:
-        ValueError: arguments or data that do not fit, naming the argument, what came and what is taken.
+        ValueError: arguments or data that do not fit, naming the argument, what came and what is taken. A bandwidth so
+            narrow that ``total_variation_`` is 0.9 or more: a wider one, more features, the grid or ``exact`` help.
+
+    Warns:
+        UserWarning: ``total_variation_`` of 0.5 or more in ``prepare``, or in the first fit; ``delta_`` of 0.5 or more
+            where a mass is asked for; rows to learn that lie beyond what the map was prepared for and that it does not
+            hold.
 
     Papers: Nadaraya 1964, Watson 1964; positive random features, Choromanski et al. 2020, arXiv:2009.14794, and
     Likhosherstov et al. 2022, arXiv:2205.15317.
@@ -97,6 +112,9 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
     offset_: Array
     n_features_in_: int
     _columns: int | None
+    _fidelity: Fidelity | None
+    _memory: Folded | Kept
+    _reach: tuple[Tensor, Tensor]
 
     def __init__(
         self,
@@ -127,7 +145,8 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
             sample_weight: ``[n]``, ≥ 0, not all zero; None: ones.
         """
         data: Array = validate_data(self, X, dtype=np.float64, reset=True)
-        self._prepare(data, _weights(sample_weight, len(data)))
+        weight = check_weights(sample_weight, len(data))
+        self._prepare(data[weight > 0], weight[weight > 0])
         return self
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
@@ -162,14 +181,17 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
         Args:
             X: ``[n,d]``.
             return_mass: give Σ_j w_j κ(x, x_j) too, the denominator: how many rows (by weight) were seen near x, a
-                row at x itself counting 1. Divided by Σ_j w_j and ∏_l h_l√(2π), it is the kernel density estimate.
+                row at x itself counting 1; inf where that is beyond float64. Divided by Σ_j w_j and ∏_l h_l√(2π), it is
+                the kernel density estimate.
 
         Returns:
             ``[n]`` or ``[n,outputs]``, as y was; with ``return_mass`` the mass ``[n]`` too.
         """
         check_is_fitted(self)
         data: Array = validate_data(self, X, dtype=np.float64, reset=False)
-        u = self._standardised(data)
+        u = standardise(data, self.offset_, self.bandwidth_)
+        if return_mass and self._fidelity is not None:
+            self._fidelity.tell_mass()
         parts = [self._memory.read(rows) for rows in u.split(self._memory.block)]
         values = torch.cat([value for value, _ in parts]).numpy()
         values = values if self._columns is not None else values[:, 0]
@@ -203,6 +225,16 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
         return self
 
     @property
+    def total_variation_(self) -> float | None:
+        """How far the map's weights were from the exact smoother's when it was prepared; None when exact."""
+        return None if self._fidelity is None else self._fidelity.total_variation
+
+    @property
+    def delta_(self) -> float | None:
+        """How far the map's mass was from the exact smoother's when it was prepared; None when exact."""
+        return None if self._fidelity is None else self._fidelity.delta
+
+    @property
     def state_(self) -> State | None:
         """What was learned; None when exact, or before the first row."""
         return self._memory.state if isinstance(self._memory, Folded) else None
@@ -212,150 +244,79 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def _learn(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None, *, reset: bool) -> Self:
         data, target = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, reset=reset)
-        weight = _weights(sample_weight, len(data))
+        weight = check_weights(sample_weight, len(data))
+        used = weight > 0  # a row of no weight is no row, and has no logarithm of its weight
+        data, target, weight = data[used], target[used], weight[used]
+        largest = np.abs(target).max(initial=0.0)
+        if largest > _LARGEST_TARGET:
+            raise ValueError(
+                f"y: got {largest:.3g}; takes at most {_LARGEST_TARGET:.3g}, for sums to be within float64"
+            )
         if reset:
             self._prepare(data, weight)
+        if not len(data):
+            return self
         columns = None if target.ndim == 1 else target.shape[1]
         if self._memory.count and columns != self._columns:
             raise ValueError(f"y: got outputs {_shape(columns)}; takes {_shape(self._columns)}, as before")
+        u = standardise(data, self.offset_, self.bandwidth_)
+        check_standardised(u, self._told)
+        if self.feature_map_ is not None:
+            told_rows(self.feature_map_, self._reach, u)
         self._columns = columns
-        kept = weight > 0  # a row of no weight is no row, and has no logarithm of its weight
-        u = self._standardised(data[kept])
-        self._check_reach(u)
-        outputs = torch.from_numpy(np.array(target[kept], dtype=np.float64).reshape(len(u), columns or 1))
-        weights = torch.from_numpy(weight[kept])
+        outputs = torch.from_numpy(np.array(target, dtype=np.float64).reshape(len(u), columns or 1))
+        weights = torch.from_numpy(weight)
         for rows in zip(*(x.split(self._memory.block) for x in (u, outputs, weights)), strict=True):
             self._memory.learn(*rows)
         return self
 
     def _prepare(self, data: Array, weight: Array) -> None:
-        total = weight.sum()
-        if total == 0:
+        # Forgotten first: a refusal must not leave half of what was and half of what is.
+        if "offset_" in vars(self):
+            del self.offset_
+        if not len(data):
             raise ValueError("sample_weight: got zeros only; takes at least one positive weight to prepare on")
         if self.signed not in ("refuse", "allow"):
             raise ValueError(f"signed: got {self.signed!r}; takes 'refuse' or 'allow'")
         check_count("num_features", self.num_features)
-        mean = weight @ data / total
-        self.offset_ = mean if self.offset is None else _per_column("offset", self.offset, mean.shape)
-        self.bandwidth_ = self._choose_bandwidth(data - mean, weight, data)
-        used = weight > 0
-        u = self._standardised(data[used])
-        self.feature_map_ = None if self.exact else self._choose_map(u, torch.from_numpy(weight[used]))
-        digest = hashlib.sha256(self.offset_.tobytes() + self.bandwidth_.tobytes())
-        digest.update(b"exact" if self.feature_map_ is None else self.feature_map_.fingerprint.encode())
+        offset = fix_offset(self.offset, data, weight)
+        self.bandwidth_ = fix_bandwidth(self.bandwidth, data, weight)
+        self._told = tell(self.bandwidth, self.bandwidth_)
+        u = standardise(data, offset, self.bandwidth_)
+        check_standardised(u, self._told)
+        if self.offset is not None:
+            check_offset(data, offset, self.bandwidth_)
+        digest = hashlib.sha256(offset.tobytes() + self.bandwidth_.tobytes())
+        if self.exact:
+            self.feature_map_, self._fidelity = None, None
+            self._memory = Kept()
+            digest.update(b"exact")
+        else:
+            phi = self._choose_map(u, torch.from_numpy(weight))
+            self.feature_map_, self._reach = phi, reach_of(phi, u)
+            digest.update(phi.fingerprint.encode())
+            self._memory = Folded(phi, digest.hexdigest()[:16])
         self._fingerprint = digest.hexdigest()[:16]
-        self._memory: Folded | Kept = (
-            Kept() if self.feature_map_ is None else Folded(self.feature_map_, self._fingerprint)
-        )
         self._columns = None
-
-    def _choose_bandwidth(self, centred: Array, weight: Array, data: Array) -> Array:
-        if isinstance(self.bandwidth, str):
-            if self.bandwidth != "scott":
-                raise ValueError(f"bandwidth: got {self.bandwidth!r}; takes 'scott' or positive numbers")
-            total = weight.sum()
-            spread = np.sqrt(weight @ np.square(centred) / total)
-            # A constant column's deviation is rounding, and must not become a bandwidth.
-            rounding = 10 * np.finfo(np.float64).eps * np.abs(data).max(0)
-            spread = np.where(spread > rounding, spread, 1.0)
-            return np.asarray(spread * max(total, 1.0) ** (-1 / (data.shape[1] + 4)))
-        bandwidth = _per_column("bandwidth", self.bandwidth, centred.shape[1:])
-        if not (bandwidth > 0).all():
-            raise ValueError(f"bandwidth: got {self.bandwidth!r}; takes 'scott' or positive numbers")
-        return bandwidth
+        self.offset_ = offset
 
     def _choose_map(self, u: Tensor, weight: Tensor) -> FeatureMap:
-        d = u.shape[1]
-        if callable(self.feature_map):
-            phi = self.feature_map(d)
-            if not isinstance(phi, FeatureMap):
-                raise TypeError(f"feature_map: got a function that gives {type(phi).__name__}; takes a FeatureMap")
-            if phi.head_dim != d or phi.scale != 1 or phi.positional:
-                raise ValueError(
-                    f"feature_map: got {phi!r}; takes head_dim = {d}, scale = 1 and no positions, for X has {d} columns"
-                )
-        elif self.feature_map in ("auto", "grid"):
-            grid = _grid(u, self.num_features)
-            if isinstance(grid, Grid):
-                phi = grid
-            elif self.feature_map == "grid":
-                raise ValueError(
-                    f"num_features: got {self.num_features}; feature_map='grid' takes at least {grid} for {d} columns "
-                    "of this range, or a wider bandwidth"
-                )
-            else:
-                phi = self._random_map("oprf", u, weight)
-        elif self.feature_map in _RANDOM:
-            phi = self._random_map(self.feature_map, u, weight)
-        else:
-            names = ", ".join(("auto", "grid", *_RANDOM))
-            raise ValueError(f"feature_map: got {self.feature_map!r}; takes a function or one of {names}")
+        phi = choose_map(
+            self.feature_map,
+            u,
+            weight,
+            num_features=self.num_features,
+            random_state=self.random_state,
+            bandwidth=self._told,
+        )
         if not phi.positive and self.signed == "refuse":
             raise ValueError(
                 f"feature_map: got {type(phi).__name__}, whose kernel can be negative; takes a positive map, or "
                 "signed='allow'"
             )
-        if isinstance(phi, FittedFeatureMap) and not phi.is_fitted:
-            phi.fit(u[:, None], u[:, None])
-        return phi.double()
-
-    def _random_map(self, name: str, u: Tensor, weight: Tensor) -> FeatureMap:
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        options: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed)}
-        if name == "oprf":
-            # Its fit takes rows without weights; E‖u_x + u_y‖² over independent rows is all that it uses.
-            share = weight / weight.sum()
-            r = float(2 * (share @ u.square()).sum() + 2 * (share @ u).square().sum())
-            d = u.shape[1]
-            options["a"] = (1 - ((d + 2 * r) + math.sqrt((d + 2 * r) ** 2 + 8 * d * r)) / (2 * d)) / 8
-        return feature_map(name, head_dim=u.shape[1], num_features=self.num_features, scale=1.0, **options)
-
-    def _standardised(self, data: Array) -> Tensor:
-        return torch.from_numpy((data - self.offset_) / self.bandwidth_)
-
-    def _check_reach(self, u: Tensor) -> None:
-        if isinstance(self.feature_map_, Grid) and len(u):
-            low, high = (u.new_tensor(edge) for edge in (self.feature_map_.low, self.feature_map_.high))
-            beyond = ((u < low + _MARGIN / 2) | (u > high - _MARGIN / 2)).any(1).sum().item()
-            if beyond:
-                warnings.warn(
-                    f"X: {beyond} of {len(u)} rows lie beyond what the grid was prepared for, and their kernel is too "
-                    "small; prepare(X) on a sample that spans the stream",
-                    stacklevel=4,
-                )
-
-
-def _grid(u: Tensor, most: int) -> Grid | int:
-    """The finest useful grid over the rows with at most ``most`` centres; else how many the coarsest one takes."""
-    low, high = (u.amin(0) - _MARGIN).tolist(), (u.amax(0) + _MARGIN).tolist()
-
-    def counts(width: float) -> list[int]:
-        return [math.ceil((top - bottom) / width) for bottom, top in zip(low, high, strict=True)]
-
-    for width in np.linspace(_FINEST, _WIDEST, 51):
-        if math.prod(counts(float(width))) <= most:
-            return Grid(u.shape[1], low=low, high=high, counts=counts(float(width)), scale=1.0)
-    return math.prod(counts(_WIDEST))
-
-
-def _weights(sample_weight: ArrayLike | None, count: int) -> Array:
-    if sample_weight is None:
-        return np.ones(count)
-    weight: Array = check_array(sample_weight, dtype=np.float64, ensure_2d=False, input_name="sample_weight")
-    if weight.ndim == 0:
-        weight = np.full(count, float(weight))
-    if weight.shape != (count,):
-        raise ValueError(f"sample_weight: got shape {weight.shape}; takes ({count},), a weight a row")
-    if (weight < 0).any():
-        raise ValueError(f"sample_weight: got {weight.min()}; takes weights ≥ 0")
-    return weight
-
-
-def _per_column(name: str, given: float | ArrayLike, shape: Sequence[int]) -> Array:
-    values = np.asarray(given, dtype=np.float64)
-    if values.shape not in ((), tuple(shape)) or not np.isfinite(values).all():
-        raise ValueError(f"{name}: got {given!r}; takes a finite number or {shape[0]}, one a column")
-    return np.array(np.broadcast_to(values, tuple(shape)))
+        self._fidelity = measure(phi, u, weight, self._told)
+        self._fidelity.tell_weights()
+        return phi
 
 
 def _shape(columns: int | None) -> str:
