@@ -76,10 +76,10 @@ class KernelSmoother(MultiOutputMixin, RegressorMixin, BaseEstimator):
         bandwidth_, offset_: ``[d]``, as fixed.
         state_: what was learned, a ``phistate.State`` with one head: S, z, the log scale and the rows seen. None when
             exact.
-        total_variation_: ½ Σ_j |p̂_j − p_j|, the map's weights in an average against the exact smoother's, mean over
+        total_variation_: ``½ Σ_j |p̂_j − p_j|``, the map's weights in an average against the exact smoother's, mean over
             128 of the rows prepared on, each against 2²¹ / features of them at most: their averages are off by at most
             that times the range of y. None when exact.
-        delta_: |δ|, the mass's relative error, median over the same rows. None when exact.
+        delta_: ``|δ|``, the mass's relative error, median over the same rows. None when exact.
         n_features_in_: d.
 
     Raises:
