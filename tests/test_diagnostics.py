@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from phistate import diagnostics
 from phistate.diagnostics import (
+    LogKernel,
     compare,
     effective_rank,
     evenly_spaced,
+    inputs,
     predicted_variance,
     uniform_kernel,
     window_kernel,
 )
+from phistate.diagnostics.weights import log_product
 from phistate.features.base import ExponentialFeatureMap, FeatureMap, Side
 
 
@@ -122,8 +124,8 @@ def features(phi: FeatureMap, q: Tensor, k: Tensor) -> Tensor:
     "phi", [Elu(6), Signed(6), Positive(6, 32), Sine(6), PerHead(6)], ids=lambda phi: type(phi).__name__
 )
 def test_equals_brute_force(phi: FeatureMap, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnostics, "_MIN_BLOCK", 5)  # several blocks, the last one short
-    monkeypatch.setattr(diagnostics, "_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(inputs, "_MIN_BLOCK", 5)  # several blocks, the last one short
+    monkeypatch.setattr(inputs, "_BLOCK_ELEMENTS", 1)
     q, k, v = sample()
     got = compare(q, k, v, phi, causal=causal)
     for name, want in brute(q, k, v, features(phi, q, k), causal).items():
@@ -140,7 +142,7 @@ def test_equals_brute_force(phi: FeatureMap, causal: bool, monkeypatch: pytest.M
     ],
     ids=["uniform", "window"],
 )
-def test_baselines_equal_brute_force(kernel: diagnostics.LogKernel, visible) -> None:
+def test_baselines_equal_brute_force(kernel: LogKernel, visible) -> None:
     q, k, v = sample()
     at = torch.arange(q.shape[1])
     seen = visible(at[:, None] - at, at[None, :])
@@ -216,7 +218,7 @@ def test_exponential_pairs_below_float64_are_summed_in_logarithms() -> None:
     """One key 2000 nats heavier than the rest must not turn the others to zero."""
     log_q = torch.zeros(1, 2, 3, dtype=torch.float64)
     log_k = torch.tensor([[0.0, -1, -2], [-2000, -2001, -2002], [-900, -2500, -1100]], dtype=torch.float64)
-    got = diagnostics._log_product(log_q, log_k)
+    got = log_product(log_q, log_k)
     torch.testing.assert_close(got, (log_q[:, :, None] + log_k).logsumexp(-1), rtol=1e-14, atol=0)
 
 

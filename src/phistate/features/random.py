@@ -271,8 +271,14 @@ class TrigonometricFeatures(RandomFeatureMap):
 
     def features(self, x: Tensor, side: Side, positions: Tensor | None) -> Tensor:
         """exp(‖x‖²/2)/√m times cosines and sines."""
+        return self._waves(x, (-half_norm(x)).exp() * len(self.directions) ** -0.5)
+
+    def waves(self, x: Tensor) -> Tensor:
+        """φ(x) exp(−‖x‖²/2) for scaled x: [cos Ωx, sin Ωx]/√m, the Gaussian kernel's features, finite for any ‖x‖."""
+        return self._waves(x, len(self.directions) ** -0.5)
+
+    def _waves(self, x: Tensor, size: Tensor | float) -> Tensor:
         w = self.directions.to(x.dtype)
-        size = (-half_norm(x)).exp() * len(w) ** -0.5
         if x.requires_grad:
             angle = x @ w.mT
             return torch.cat((angle.cos(), angle.sin()), -1) * size
