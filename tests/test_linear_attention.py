@@ -266,60 +266,6 @@ class TestLogSpace:
             torch.testing.assert_close(got, want[:, 6:])
 
 
-class TestState:
-    def make(self):
-        phi = phistate.feature_map("favor+", head_dim=8, num_features=16)
-        return phi, linear_attention(Q, K, V, feature_map=phi, normalize=True, return_state=True)[1]
-
-    def test_save_and_load(self, tmp_path):
-        phi, state = self.make()
-        state.save(tmp_path / "state.safetensors")
-        again = phistate.State.load(tmp_path / "state.safetensors")
-        for name in ("s", "z", "log_scale", "tokens"):
-            assert torch.equal(getattr(state, name), getattr(again, name))
-        assert again.fingerprint == state.fingerprint == phi.fingerprint
-        assert [p.name for p in tmp_path.iterdir()] == ["state.safetensors"]
-
-    def test_load_refuses_other_files(self, tmp_path):
-        from safetensors.torch import save_file
-
-        save_file({"s": torch.zeros(1)}, tmp_path / "weights.safetensors")
-        with pytest.raises(ValueError, match="path: got .*weights.safetensors"):
-            phistate.State.load(tmp_path / "weights.safetensors")
-
-    def test_a_failed_save_leaves_nothing(self, tmp_path):
-        _, state = self.make()
-        (tmp_path / "taken").mkdir()
-        with pytest.raises(OSError, match="taken"):
-            state.save(tmp_path / "taken")
-        assert [p.name for p in tmp_path.iterdir()] == ["taken"]
-
-    def test_reorder_fork_detach(self):
-        _, state = self.make()
-        turned = state.reorder(torch.tensor([1, 0, 1]))
-        assert torch.equal(turned.s[0], state.s[1])
-        assert torch.equal(turned.log_scale[2], state.log_scale[1])
-        assert turned.tokens.shape == (3,)
-        fork = state.fork()
-        fork.s.zero_()
-        assert state.s.abs().sum() > 0
-        live = phistate.State(s=torch.zeros(1, 1, 1, 1, requires_grad=True), tokens=torch.zeros(1, dtype=torch.int64))
-        assert not live.detach().s.requires_grad
-
-    def test_bytes(self):
-        _, state = self.make()
-        assert state.nbytes == 4 * 2 * 2 * 16 * (3 + 1 + 1) + 8 * 2
-
-    @pytest.mark.parametrize(
-        "wrong",
-        [{"s": torch.zeros(2, 3, 4)}, {"z": torch.zeros(2, 3, 5)}, {"tokens": torch.zeros(3, dtype=torch.int64)}],
-    )
-    def test_shapes_that_do_not_fit(self, wrong):
-        good = {"s": torch.zeros(2, 3, 4, 5), "tokens": torch.zeros(2, dtype=torch.int64)}
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got"):
-            phistate.State(**{**good, **wrong})
-
-
 class TestStep:
     @pytest.mark.parametrize("backend", ["auto", "torch"])
     @pytest.mark.parametrize(("decay", "write", "normalize"), EVERY_MIXER)
