@@ -9,7 +9,9 @@ import torch
 
 import phistate
 from phistate import State, linear_attention
+from phistate.ops.backends import native
 
+BACKENDS = ["torch", "cpu"] if native.why_not() is None else ["torch"]
 PARTS = ("s", "z", "log_scale", "tokens")
 Q = torch.rand(2, 6, 4, 8)
 K = torch.rand(2, 6, 2, 8)
@@ -152,3 +154,67 @@ class TestValue:
         good = {"s": torch.zeros(2, 3, 4, 5), "tokens": torch.zeros(2, dtype=torch.int64)}
         with pytest.raises((ValueError, TypeError), match=f"{next(iter(wrong))}: got"):
             State(**{**good, **wrong})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+class TestWithoutAStep:
+    """The state after nothing is a copy of the one before it."""
+
+    @pytest.mark.parametrize("packed", [None, [0, 0, 0], [0]])
+    @pytest.mark.parametrize("phi", [None, "elu", "favor+", "cosformer"])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"normalize": True}, {"causal": False}, {"causal": False, "normalize": True}, {"decay": -torch.rand(2)}],
+        ids=str,
+    )
+    def test_of_the_op(self, backend, packed, phi, options):
+        self.check(backend, packed, phi, options)
+
+    @pytest.mark.parametrize("packed", [None, [0, 0, 0], [0]])
+    @pytest.mark.parametrize("write", ["add", "delta"])
+    @pytest.mark.parametrize("form", ["recurrent", "chunked", "parallel"])
+    def test_of_every_form(self, backend, packed, write, form):
+        if backend == "cpu" and form != "chunked":
+            return
+        self.check(backend, packed, None, {"form": form, "write": write})
+
+    def check(self, backend, packed, name, options):
+        phi = None if name is None else phistate.feature_map(name, head_dim=8)
+        more = {"feature_map": phi, "return_state": True, "backend": backend, **options}
+        batch, N = (2, 2) if packed is None else (1, len(packed) - 1)
+        warm_up = [x[: 1 if packed else 2, :3] for x in (Q, K, V)]
+        if packed is not None:
+            warm_up = [x[:, : 3 if N else 0] for x in warm_up]
+            more["cu_seqlens"] = torch.tensor([0, *[3] * N])
+        _, before = linear_attention(*warm_up, **more)
+        if packed is not None:
+            more["cu_seqlens"] = torch.tensor(packed)
+        nothing = [x[:batch, :0] for x in (Q, K, V)]
+        for inputs in (nothing, [x.clone().requires_grad_() for x in nothing]):
+            o, after = linear_attention(*inputs, **more, initial_state=before)
+            assert o.shape == (batch, 0, 4, 3)
+            assert after.s.shape[0] == N
+            assert_apart(after, *tensors(before))
+            for a, b in zip(tensors(after), tensors(before), strict=True):
+                assert torch.equal(a, b)
+
+    def test_of_the_others(self, backend):
+        for offsets, N in ((None, 1), (torch.tensor([0, 0, 0]), 2), (torch.tensor([0]), 0)):
+            more = {"return_state": True, "cu_seqlens": offsets, "backend": backend}
+            held = torch.rand(N, 4, 5)
+            steps = torch.rand(1, 0, 4)
+            B, C = torch.rand(2, 1, 0, 5).unbind()
+            y, h = phistate.selective_scan(steps, steps, -torch.rand(4, 5), B, C, initial_state=held, **more)
+            assert y.shape == (1, 0, 4)
+            assert torch.equal(h, held)
+            assert N == 0 or h.untyped_storage().data_ptr() != held.untyped_storage().data_ptr()
+            past = torch.rand(N, 4, 2)
+            y, last = phistate.causal_conv1d(steps, torch.rand(4, 3), initial_state=past, **more)
+            assert torch.equal(last, past)
+            assert N == 0 or last.untyped_storage().data_ptr() != past.untyped_storage().data_ptr()
+            state = State(s=torch.rand(N, 4, 5, 3), tokens=torch.zeros(N, dtype=torch.int64))
+            x, dt, B = torch.rand(1, 0, 4, 3), torch.rand(1, 0, 4), torch.rand(1, 0, 2, 5)
+            y, after = phistate.mamba2_scan(x, dt, -torch.rand(4), B, B, initial_state=state, **more)
+            assert y.shape == x.shape
+            assert torch.equal(after.s, state.s)
+            assert_apart(after, *tensors(state))
