@@ -1,5 +1,7 @@
 """What the op refuses, and how it says so; feature maps, log space and states through the op."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -41,7 +43,16 @@ BAD = {
     "positive decay": ({"decay": torch.tensor([-1.0, 176.0])}, ValueError, "decay: got a maximum of 176; takes"),
     "NaN decay": ({"decay": torch.tensor([-1.0, float("nan")])}, ValueError, "decay: got a maximum of nan; takes"),
     "shape of decay": ({"decay": -torch.rand(4)}, ValueError, r"decay: got shape \(4,\); takes \(2,\) or \(2, 6, 2\)"),
-    "dtype of decay": ({"decay": -torch.rand(2).half()}, TypeError, "decay: got torch.float16"),
+    "dtype of decay": (
+        {"decay": -torch.rand(2).half()},
+        TypeError,
+        "decay: got torch.float16; takes torch.float32$",
+    ),
+    "device of mask": (
+        {"mask": torch.ones(2, 6, dtype=torch.bool, device="meta")},
+        ValueError,
+        "mask: got device meta; takes cpu, where the inputs are",
+    ),
     "decay is a number": ({"decay": -0.1}, TypeError, "decay: got float"),
     "shape of beta": ({"beta": torch.rand(2, 6, 4)}, ValueError, r"beta: got shape \(2, 6, 4\); takes \(2, 6, 2\)"),
     "write": ({"write": "erase"}, ValueError, "write: got 'erase'; takes 'add', 'delta'"),
@@ -253,6 +264,31 @@ class TestLogSpace:
         want = linear_attention(q[:, 3:], k[:, 3:], v[:, 3:], feature_map=phi, normalize=True)
         torch.testing.assert_close(got[:, 3:], want)
 
+    @pytest.mark.parametrize("shape", [(2,), (1, 10, 2), (1, 10, 2, 24)], ids=str)
+    def test_packed_with_a_decay_is_one_by_one(self, phi, shape):
+        """Whose maxima one scan over all sequences finds, the empty ones' carried on as they were."""
+        q, k, v = (x[:1].repeat(1, 2, 1, 1)[:, :10].double() for x in (Q, 30 * K, V))
+        decay, bounds = -20 * torch.rand(shape, dtype=torch.float64), [0, 0, 3, 4, 4, 10, 10]
+        options = {"feature_map": phi, "normalize": True, "return_state": True}
+        warm = None
+        for _ in range(2):
+            got, state = linear_attention(
+                q, k, v, decay=decay, cu_seqlens=offsets(*bounds), initial_state=warm, **options
+            )
+            for n, (a, b) in enumerate(itertools.pairwise(bounds)):
+                before = warm and phistate.State(
+                    **{p: getattr(warm, p)[n : n + 1] for p in ("s", "z", "log_scale", "tokens")},
+                    fingerprint=warm.fingerprint,
+                )
+                part = decay if decay.ndim == 1 else decay[:, a:b]
+                want, alone = linear_attention(
+                    q[:, a:b], k[:, a:b], v[:, a:b], decay=part, initial_state=before, **options
+                )
+                torch.testing.assert_close(got[:, a:b], want)
+                for p in ("s", "z", "log_scale"):
+                    torch.testing.assert_close(getattr(state, p)[n : n + 1], getattr(alone, p))
+            warm = state
+
     @pytest.mark.parametrize("causal", [True, False])
     def test_a_warm_state_merges_its_scale(self, phi, causal):
         q, k, v = (x.double() for x in (Q, K, V))
@@ -264,60 +300,6 @@ class TestLogSpace:
             keys, values = torch.cat([first * k, second * k], 1), torch.cat([v, v], 1)
             want = linear_attention(torch.cat([q, q], 1), keys, values, feature_map=phi, normalize=True, causal=causal)
             torch.testing.assert_close(got, want[:, 6:])
-
-
-class TestState:
-    def make(self):
-        phi = phistate.feature_map("favor+", head_dim=8, num_features=16)
-        return phi, linear_attention(Q, K, V, feature_map=phi, normalize=True, return_state=True)[1]
-
-    def test_save_and_load(self, tmp_path):
-        phi, state = self.make()
-        state.save(tmp_path / "state.safetensors")
-        again = phistate.State.load(tmp_path / "state.safetensors")
-        for name in ("s", "z", "log_scale", "tokens"):
-            assert torch.equal(getattr(state, name), getattr(again, name))
-        assert again.fingerprint == state.fingerprint == phi.fingerprint
-        assert [p.name for p in tmp_path.iterdir()] == ["state.safetensors"]
-
-    def test_load_refuses_other_files(self, tmp_path):
-        from safetensors.torch import save_file
-
-        save_file({"s": torch.zeros(1)}, tmp_path / "weights.safetensors")
-        with pytest.raises(ValueError, match="path: got .*weights.safetensors"):
-            phistate.State.load(tmp_path / "weights.safetensors")
-
-    def test_a_failed_save_leaves_nothing(self, tmp_path):
-        _, state = self.make()
-        (tmp_path / "taken").mkdir()
-        with pytest.raises(OSError, match="taken"):
-            state.save(tmp_path / "taken")
-        assert [p.name for p in tmp_path.iterdir()] == ["taken"]
-
-    def test_reorder_fork_detach(self):
-        _, state = self.make()
-        turned = state.reorder(torch.tensor([1, 0, 1]))
-        assert torch.equal(turned.s[0], state.s[1])
-        assert torch.equal(turned.log_scale[2], state.log_scale[1])
-        assert turned.tokens.shape == (3,)
-        fork = state.fork()
-        fork.s.zero_()
-        assert state.s.abs().sum() > 0
-        live = phistate.State(s=torch.zeros(1, 1, 1, 1, requires_grad=True), tokens=torch.zeros(1, dtype=torch.int64))
-        assert not live.detach().s.requires_grad
-
-    def test_bytes(self):
-        _, state = self.make()
-        assert state.nbytes == 4 * 2 * 2 * 16 * (3 + 1 + 1) + 8 * 2
-
-    @pytest.mark.parametrize(
-        "wrong",
-        [{"s": torch.zeros(2, 3, 4)}, {"z": torch.zeros(2, 3, 5)}, {"tokens": torch.zeros(3, dtype=torch.int64)}],
-    )
-    def test_shapes_that_do_not_fit(self, wrong):
-        good = {"s": torch.zeros(2, 3, 4, 5), "tokens": torch.zeros(2, dtype=torch.int64)}
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got"):
-            phistate.State(**{**good, **wrong})
 
 
 class TestStep:
@@ -350,5 +332,5 @@ class TestStep:
             phistate.linear_attention_step_(state.s, Q[:, :1], K[:, :1], V[:, :1])
         phi = phistate.feature_map("favor+", head_dim=8, num_features=8)
         _, mapped = linear_attention(Q, K, V, feature_map=phi, return_state=True)
-        with pytest.raises(ValueError, match="initial_state: got a state made with the feature map"):
+        with pytest.raises(ValueError, match="^state: got a state made with the feature map"):
             phistate.linear_attention_step_(mapped, Q[:, :1], K[:, :1], V[:, :1])

@@ -77,6 +77,25 @@ def test_step_is_a_scan_of_one(backend, full, keep, dtype, held):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", ["B", "C", "BC"])
+def test_inputs_wider_than_x(backend, dtype, wide):
+    """The scan takes what its step takes, and rounds nothing but the output."""
+    given = to(make(2, 1), dtype)
+    for n in wide:
+        given[n] = torch.randn(2, 1, 2, 5)
+    want, want_s = oracle(to(given, torch.float64), (0.0, float("inf")), torch.zeros(2, 4, 5, 3, dtype=torch.float64))
+    y, state = mamba2_scan(**given, dt_softplus=True, return_state=True, backend=backend)
+    assert y.dtype == dtype
+    assert_near(y, want, dtype, "y", allowed=torch.finfo(dtype).eps)
+    assert_near(state.s, want_s, torch.float32, "s")
+    one = {n: t[:, 0] if n in ("x", "dt", "B", "C", "z") else t for n, t in given.items()}
+    held = torch.zeros(2, 4, 3, 5)
+    assert_near(mamba2_step_(held, **one, dt_softplus=True, backend=backend), y[:, 0].double(), dtype, "step")
+    assert_near(held, want_s.mT, torch.float32, "state of the step")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_segments_padding_and_packing(backend):
     c = to(make(1, 70, full=True), torch.float32)
     more = {"dt_softplus": True, "return_state": True, "backend": backend}
@@ -118,7 +137,12 @@ def test_segments_padding_and_packing(backend):
         ({"C": torch.zeros(2, 9, 2, 4).double()}, "C: got shape"),
         ({"D": torch.zeros(3).double()}, "D: got shape"),
         ({"dt_limit": (1.0, 0.0)}, "dt_limit: got"),
-        ({"A": torch.ones(4).double(), "dt_softplus": True}, "decay: got a maximum"),
+        ({"A": torch.ones(4).double(), "dt_softplus": True}, "^A: got a maximum of 1; takes log-space values ≤ 0"),
+        ({"dt": torch.full((2, 9, 4), float("nan")).double()}, "^dt: got a maximum Δ·A of nan; takes"),
+        ({"dt": -torch.ones(2, 9, 4).double(), "dt_limit": (-2.0, 0.0)}, "^dt: got a maximum Δ·A of"),
+        ({"x": torch.zeros(2, 9, 0, 3)}, "^x: got 0 heads"),
+        ({"B": torch.zeros(2, 9, 2, 5).half()}, "^B: got torch.float16; takes torch.float64 or torch.float32"),
+        ({"C": torch.zeros(2, 9, 2, 5).half()}, "^C: got torch.float16; takes torch.float64 or torch.float32"),
     ],
 )
 def test_what_is_refused(change, message):

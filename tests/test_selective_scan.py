@@ -317,6 +317,7 @@ class TestOperator:
         ({"delta_bias": torch.zeros(2, 5).double()}, "delta_bias: got shape"),
         ({"initial_state": torch.zeros(2, 5, 3)}, "initial_state: got torch.float32; takes torch.float64"),
         ({"initial_state": torch.zeros(1, 5, 3).double()}, "initial_state: got shape"),
+        ({"initial_state": torch.zeros(2, 5, 3).half()}, "initial_state: got torch.float16; takes torch.float64$"),
         ({"mask": torch.ones(2, 8, dtype=torch.bool)}, "mask: got shape"),
         ({"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens: got it with batch 2"),
         ({"backend": "gpu"}, "backend: got 'gpu'"),

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from phistate.values import has_numbers
+
 Side = Literal["query", "key"]
 """Which of the two sides a map is asked for."""
 
@@ -78,16 +80,17 @@ class FeatureMap(nn.Module, ABC):
         """A short print of the map's class, settings and tensors, by which a state knows its map."""
         tensors = list(chain(self.parameters(), self.buffers()))
         # Hashing costs more than a decode step should pay, so it is done once per version of the tensors.
-        tracked = not any(tensor.is_inference() for tensor in tensors)
+        tracked = all(has_numbers(tensor) and not tensor.is_inference() for tensor in tensors)
         versions = (self.extra_repr(), *((t.data_ptr(), t._version) for t in tensors)) if tracked else None
         if self._printed is not None and versions is not None and self._printed[0] == versions:
             return self._printed[1]
         digest = hashlib.sha256(repr(self).encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode())
-            # As float64, which holds every narrower value exactly: a map moved to float64 is the same map.
-            wide = tensor.detach().to("cpu", torch.float64).contiguous()
-            digest.update(wide.numpy().tobytes())
+            if has_numbers(tensor):
+                # As float64, which holds every narrower value exactly: a map moved to float64 is the same map.
+                wide = tensor.detach().to("cpu", torch.float64).contiguous()
+                digest.update(wide.numpy().tobytes())
         result = digest.hexdigest()[:16]
         self._printed = (versions, result)
         return result

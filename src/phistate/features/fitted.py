@@ -12,6 +12,7 @@ from torch import Tensor
 from phistate.features.base import MAX_FEATURES, ExponentialFeatureMap, FeatureMap, Side, check_count
 from phistate.features.random import RandomFeatureMap, half_norm
 from phistate.features.rows import Rows, pair_excess
+from phistate.values import values
 
 Balance = Literal["none", "diagonal", "full"]
 """How SDERF stretches queries against keys before it looks for axes."""
@@ -80,7 +81,8 @@ class FittedFeatureMap(FeatureMap):
 
     def _check_fitted(self) -> None:
         # A value that is read breaks a compiled graph; eager calls check, compiled ones were eager once.
-        if not torch.compiler.is_compiling() and not self.is_fitted:
+        read = values(self.fitted)
+        if read is not None and not read:
             raise ValueError(f"{type(self).__name__}: got a call before fit; takes fit(q, k) first")
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from phistate.features.base import FeatureMap, Side, check_count
+from phistate.values import values
 
 
 class CosFormer(FeatureMap):
@@ -62,8 +63,8 @@ class CosFormer(FeatureMap):
         if torch.compiler.is_compiling():
             inside = ((positions >= 0) & (positions < self.max_length)).all()
             torch._assert_async(inside, f"positions: out of range; takes 0 to {self.max_length - 1}")
-        elif positions.numel():
-            first, last = (int(bound) for bound in positions.aminmax())
+        elif positions.numel() and (read := values(positions)) is not None:
+            first, last = (int(bound) for bound in read.aminmax())
             if first < 0 or last >= self.max_length:
                 raise ValueError(
                     f"positions: got {first} to {last}; takes 0 to {self.max_length - 1} "

@@ -16,9 +16,12 @@ from phistate.ops.checks import (
     check_mask,
     check_no_gradient,
     check_side_input,
-    sequence_bounds,
+    check_state,
+    packed_offsets,
     use_native,
 )
+from phistate.ops.packing import Rows, bounds_of
+from phistate.values import overwritten
 
 MAX_WIDTH = 8
 """The widest filter taken."""
@@ -99,21 +102,17 @@ def causal_conv1d(
     >>> torch.allclose(whole, torch.cat([first, rest], 1), atol=1e-6)
     True
     """
+    check_float("x", x, "[B,T,C]", 3)
     _check(x, weight, bias, activation)
     check_mask(mask, x)
-    if not torch.compiler.is_compiling():  # the kernels check offsets too, and a trace cannot read values
-        sequence_bounds(cu_seqlens, x)
+    offsets = packed_offsets(cu_seqlens, x)
     if initial_state is not None:
-        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        check_side_input("initial_state", initial_state, x, [(rows, x.shape[2], weight.shape[1] - 1)])
-        if initial_state.dtype != x.dtype:
-            raise TypeError(f"initial_state: got {initial_state.dtype}; takes {x.dtype}, as x has")
+        rows = x.shape[0] if offsets is None else offsets.numel() - 1
+        check_side_input("initial_state", initial_state, x, [(rows, x.shape[2], weight.shape[1] - 1)], [x.dtype])
     if use_native(backend, cpu.reasons_against(x)):
-        y, state = cpu.convolve(x, weight, bias, activation == "silu", initial_state, mask, cu_seqlens)
+        y, state = cpu.convolve(x, weight, bias, activation == "silu", initial_state, mask, offsets)
     else:
-        y, state = _reference(
-            x, weight, bias, activation == "silu", initial_state, mask, sequence_bounds(cu_seqlens, x)
-        )
+        y, state = _reference(x, weight, bias, activation == "silu", initial_state, mask, offsets)
     return (y, state) if return_state else y
 
 
@@ -129,7 +128,8 @@ def causal_conv1d_step_(
 
     Args:
         state: ``[B,C,W-1]``, or longer (models keep W or more): the last inputs, oldest first; overwritten by the
-            state after this token. Any floating type.
+            state after this token, with a place for every element. Any floating type. A call that fails leaves it as
+            it was.
         x: ``[B,C]`` inputs.
         weight: ``[C,W]``, W from 2 to 8. In x's dtype or float32.
         bias: ``[C]`` or None.
@@ -149,28 +149,25 @@ def causal_conv1d_step_(
     >>> torch.equal(state[..., -1], x), torch.allclose(y, weight[:, -1] * x)
     (True, True)
     """
-    if x.ndim != 2:
-        raise ValueError(f"x: got shape {tuple(x.shape)}; takes [B,C]")
-    check_no_gradient(state, x, weight, bias)
-    one = x.unsqueeze(1)
-    _check(one, weight, bias, activation)
+    check_float("x", x, "[B,C]", 2)
+    _check(x, weight, bias, activation)
     width = weight.shape[1]
-    if state.ndim != 3 or state.shape[:2] != x.shape or state.shape[2] < width - 1 or state.device != x.device:
-        raise ValueError(
-            f"state: got shape {tuple(state.shape)} on {state.device}; "
-            f"takes [B,C,W-1] = {(*x.shape, width - 1)} or longer on {x.device}"
-        )
-    if use_native(backend, cpu.reasons_against(x)):
-        return cpu.step_(state, x, weight, bias, activation == "silu")
-    past = state[..., state.shape[2] - width + 1 :].to(x.dtype)
-    y, _ = _reference(one, weight, bias, activation == "silu", past, None, None)
-    state.copy_(torch.cat([state[..., 1:], x.unsqueeze(-1).to(state.dtype)], -1))
+    kept = state.shape[2] if isinstance(state, Tensor) and state.ndim == 3 else 0
+    check_state(state, "[B,C,W-1 or more]", (*x.shape, max(kept, width - 1)), x)
+    check_no_gradient(state, x, weight, bias)
+    with torch.no_grad():
+        if use_native(backend, cpu.reasons_against(x)):
+            y = cpu.step_(state, x, weight, bias, activation == "silu")
+            overwritten(state)
+            return y
+        past = state[..., kept - width + 1 :].to(x.dtype)
+        y, _ = _reference(x.unsqueeze(1), weight, bias, activation == "silu", past, None, None)
+        state.copy_(torch.cat([state[..., 1:], x.unsqueeze(-1).to(state.dtype)], -1))
     return y.squeeze(1)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
-    check_float("x", x, "[B,T,C]", 3)
-    channels = x.shape[2]
+    channels = x.shape[-1]
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight: got {type(weight).__name__}; takes a torch.Tensor")
     if weight.ndim != 2 or not 2 <= weight.shape[1] <= MAX_WIDTH:
@@ -188,10 +185,15 @@ def _reference(
     silu: bool,
     past: Tensor | None,
     mask: Tensor | None,
-    bounds: list[int] | None,
+    offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The op in plain PyTorch, in the accumulation type."""
-    if bounds is not None:
+    if offsets is not None:
+        bounds = bounds_of(offsets)
+        if bounds is None:
+            packed = Rows(offsets, x, mask)
+            y, state = _reference(packed.spread(x), weight, bias, silu, past, packed.mask, None)
+            return packed.gather(y), state
         ys, states = [x[:, :0]], [x.new_zeros(0, x.shape[2], weight.shape[1] - 1)]
         for n, (a, b) in enumerate(itertools.pairwise(bounds)):
             before = None if past is None else past[n : n + 1]

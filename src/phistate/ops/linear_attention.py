@@ -11,14 +11,18 @@ from phistate.features.base import ExponentialFeatureMap, FeatureMap
 from phistate.ops.backends import choose
 from phistate.ops.backends.base import Call, without_padding
 from phistate.ops.checks import (
+    check_apart,
     check_choice,
     check_heads,
     check_layout,
+    check_log,
     check_mask,
     check_no_gradient,
+    check_overwritable,
     check_side_input,
-    sequence_bounds,
+    packed_offsets,
 )
+from phistate.ops.packing import sequence_of
 from phistate.ops.state import State
 
 
@@ -150,7 +154,7 @@ def linear_attention(
     check_choice("signed", signed, ("refuse", "allow"))
     check_choice("form", form, ("auto", "recurrent", "chunked", "parallel"))
     check_mask(mask, q)
-    bounds = sequence_bounds(cu_seqlens, q)
+    offsets = packed_offsets(cu_seqlens, q)
     if feature_map is not None and not isinstance(feature_map, FeatureMap):
         raise TypeError(f"feature_map: got {type(feature_map).__name__}; takes a phistate.FeatureMap or None")
     if feature_map is not None and normalize and not feature_map.positive and signed == "refuse":
@@ -163,17 +167,19 @@ def linear_attention(
     features = D if feature_map is None else feature_map.num_features
     check_side_input("decay", decay, q, [(heads,), (B, T, heads), (B, T, heads, features)])
     check_side_input("beta", beta, q, [(B, T, heads)])
-    _check_decay(decay)
+    check_log("decay", decay)
     if not causal and (write != "add" or decay is not None):
         got = f"write={write!r}" if write != "add" else "a decay"
         raise ValueError(f"causal: got False with {got}; takes additive writes without decay when not causal")
-    sequences = B if bounds is None else len(bounds) - 1
+    sequences = B if offsets is None else offsets.numel() - 1
     if initial_state is not None:
-        _check_state(initial_state, (sequences, heads, features, v.shape[-1]), q, normalize, feature_map)
+        _check_state(
+            "initial_state", initial_state, (sequences, heads, features, v.shape[-1]), q, normalize, feature_map
+        )
 
     positions = None
     if feature_map is not None and feature_map.positional:
-        positions = _positions(q, mask, bounds, initial_state)
+        positions = _positions(q, mask, offsets, initial_state)
     phi_q, phi_k, log_features = q, k, False
     if feature_map is not None and feature_map.pointwise is None:
         q, k = without_padding(q, mask), without_padding(k, mask)
@@ -197,7 +203,7 @@ def linear_attention(
         s=None if initial_state is None else initial_state.s,
         z=None if initial_state is None else initial_state.z,
         mask=mask,
-        cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int64),
+        cu_seqlens=offsets,
         form=form,
         log_features=log_features,
         log_scale=None if initial_state is None else initial_state.log_scale,
@@ -210,67 +216,58 @@ def linear_attention(
         s=s,
         z=z,
         log_scale=log_scale,
-        tokens=_tokens(q, mask, bounds, initial_state),
+        tokens=_tokens(q, mask, offsets, initial_state),
         fingerprint=None if feature_map is None else feature_map.fingerprint,
     )
 
 
-def _check_decay(decay: Tensor | None) -> None:
-    # A trace for the compiler cannot look at values. A NaN is no maximum ≤ 0 either.
-    if decay is None or decay.numel() == 0 or torch.compiler.is_compiling():
-        return
-    largest = decay.detach().amax().item()
-    if not largest <= 0:
-        raise ValueError(f"decay: got a maximum of {largest:.6g}; takes log-space values ≤ 0")
-
-
 def _check_state(
-    state: State, shape: tuple[int, ...], q: Tensor, normalize: bool, feature_map: FeatureMap | None
+    name: str, state: State, shape: tuple[int, ...], q: Tensor, normalize: bool, feature_map: FeatureMap | None
 ) -> None:
     if not isinstance(state, State):
-        raise TypeError(f"initial_state: got {type(state).__name__}; takes a phistate.State or None")
+        raise TypeError(f"{name}: got {type(state).__name__}; takes a phistate.State or None")
     if tuple(state.s.shape) != shape:
-        raise ValueError(f"initial_state: got s of shape {tuple(state.s.shape)}; takes {shape}")
+        raise ValueError(f"{name}: got s of shape {tuple(state.s.shape)}; takes {shape}")
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state.s.dtype != wide or state.s.device != q.device:
         raise TypeError(
-            f"initial_state: got {state.s.dtype} on {state.s.device}; takes {wide} on {q.device} for {q.dtype} inputs"
+            f"{name}: got {state.s.dtype} on {state.s.device}; takes {wide} on {q.device} for {q.dtype} inputs"
         )
     if (state.z is not None) != normalize:
         held = "without" if state.z is None else "with"
-        raise ValueError(f"initial_state: got a state {held} normaliser z; takes one made with normalize={normalize}")
+        raise ValueError(f"{name}: got a state {held} normaliser z; takes one made with normalize={normalize}")
     fingerprint = None if feature_map is None else feature_map.fingerprint
     if state.fingerprint != fingerprint:
         raise ValueError(
-            f"initial_state: got a state made with the feature map {state.fingerprint}; "
+            f"{name}: got a state made with the feature map {state.fingerprint}; "
             f"takes one made with this call's, {fingerprint}"
         )
 
 
-def _positions(q: Tensor, mask: Tensor | None, bounds: list[int] | None, state: State | None) -> Tensor:
+def _positions(q: Tensor, mask: Tensor | None, offsets: Tensor | None, state: State | None) -> Tensor:
     """``[B,T]`` position of each token in its own sequence, padding not counted."""
     B, T = q.shape[:2]
     counted = torch.ones(B, T, dtype=torch.int64, device=q.device) if mask is None else mask.to(torch.int64)
     count = counted.cumsum(1)
-    if bounds is None:
+    if offsets is None:
         start = torch.zeros(B, 1, dtype=torch.int64, device=q.device) if state is None else state.tokens[:, None]
         return (start + count - 1).clamp(min=0)
-    lengths = torch.tensor(bounds, device=q.device).diff()
-    first = torch.cat([count.new_zeros(1), count[0]])[torch.tensor(bounds[:-1], device=q.device)]
+    offsets = offsets.to(q.device)
+    first = torch.cat([count.new_zeros(1), count[0]])[offsets[:-1]]
     start = (0 if state is None else state.tokens) - first
-    return (count + start.repeat_interleave(lengths, output_size=T) - 1).clamp(min=0)
+    return (count + start[sequence_of(offsets, T)] - 1).clamp(min=0)
 
 
-def _tokens(q: Tensor, mask: Tensor | None, bounds: list[int] | None, state: State | None) -> Tensor:
+def _tokens(q: Tensor, mask: Tensor | None, offsets: Tensor | None, state: State | None) -> Tensor:
     """``[N]`` tokens seen, padding not counted."""
     B, T = q.shape[:2]
-    if bounds is None:
+    if offsets is None:
         seen = q.new_full((B,), T, dtype=torch.int64) if mask is None else mask.sum(1)
     elif mask is None:
-        seen = torch.tensor(bounds, device=q.device).diff()
+        seen = offsets.to(q.device).diff()
     else:
         count = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask[0].cumsum(0)])
-        seen = count[torch.tensor(bounds, device=q.device)].diff()
+        seen = count[offsets.to(q.device)].diff()
     return seen if state is None else state.tokens + seen
 
 
@@ -290,7 +287,8 @@ def linear_attention_step_(
     """One token of :func:`linear_attention`, the state updated in place: the decode step. Records no gradient.
 
     Args:
-        state: of features without a map; its s, z and tokens are overwritten. Normalised where it has a z.
+        state: of features without a map; its s, z and tokens are overwritten, so each must be a tensor with a place for
+            every element. Normalised where it has a z. A call that fails leaves it as it was.
         q: ``[B,1,Hq,K]``.
         k: ``[B,1,Hk,K]``.
         v: ``[B,1,Hv,V]``.
@@ -321,15 +319,20 @@ def linear_attention_step_(
         raise ValueError(f"q: got {q.shape[1]} tokens; takes one, [B,1,Hq,K]")
     if not isinstance(state, State):
         raise TypeError(f"state: got {type(state).__name__}; takes a phistate.State")
-    check_no_gradient(q, k, v, decay, beta, state.s, state.z)
     check_heads(q, k, v)
     heads, features = max(k.shape[2], v.shape[2]), q.shape[3]
     check_choice("write", write, ("add", "delta"))
     check_side_input("decay", decay, q, [(heads,), (q.shape[0], 1, heads), (q.shape[0], 1, heads, features)])
     check_side_input("beta", beta, q, [(q.shape[0], 1, heads)])
-    _check_decay(decay)
+    check_log("decay", decay)
+    check_no_gradient(q, k, v, decay, beta, state.s, state.z)
     normalize = state.z is not None
-    _check_state(state, (q.shape[0], heads, features, v.shape[3]), q, normalize, None)
+    _check_state("state", state, (q.shape[0], heads, features, v.shape[3]), q, normalize, None)
+    check_overwritable("state.s", state.s)
+    check_overwritable("state.tokens", state.tokens)
+    if state.z is not None:
+        check_overwritable("state.z", state.z)
+        check_apart("state.z", state.z, "state.s", state.s)
     call = Call(
         q,
         k,
@@ -345,5 +348,5 @@ def linear_attention_step_(
     )
     with torch.no_grad():
         o = choose(call, backend).step_(call)
-    state.tokens.add_(1)
+        state.tokens.add_(1)
     return o

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from phistate.ops.backends.base import Call, Result
+from phistate.ops.packing import bounds_of, sequence_of
 
 _EMPTY = float("-inf")
 
 
 def by_vector_decay(call: Call, run: Callable[[Call], Result]) -> Result:
     """Run a call whose q and k are log features as the plain call with a vector decay that it is."""
-    bounds = None if call.cu_seqlens is None else call.cu_seqlens.tolist()
     heads = call.state_heads
     log_q = call.q.repeat_interleave(max(heads // call.q.shape[2], 1), dim=2)
     log_k = call.k.repeat_interleave(heads // call.k.shape[2], dim=2)
@@ -45,9 +45,9 @@ def by_vector_decay(call: Call, run: Callable[[Call], Result]) -> Result:
     start = log_k.new_full((call.sequences, heads, F), _EMPTY) if call.log_scale is None else call.log_scale
 
     with torch.no_grad():
-        before, now, last = _running_maximum(log_k, decay, start, bounds)
+        before, now, last = _running_maximum(log_k, decay, start, call.cu_seqlens)
         if not call.causal:
-            now = _spread(last, T, bounds)
+            now = _spread(last, T, call.cu_seqlens)
         seen = now != _EMPTY
         forget = torch.where((before != _EMPTY) & seen, before - now, 0.0)
     k = (log_k - now.masked_fill(~seen, 0.0)).exp()
@@ -82,47 +82,62 @@ def by_vector_decay(call: Call, run: Callable[[Call], Result]) -> Result:
 
 
 def _running_maximum(
-    log_k: Tensor, decay: Tensor | None, start: Tensor, bounds: list[int] | None
+    log_k: Tensor, decay: Tensor | None, start: Tensor, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """C_{t-1}, C_t ``[B,T,Hs,F]`` and the last C ``[N,Hs,F]``, sequence by sequence."""
-    if bounds is None:
-        return _running_maximum_of_one(log_k, decay, start)
-    pieces = [
-        _running_maximum_of_one(
-            log_k[:, a:b],
-            None if decay is None else decay[:, a:b],
-            start[n : n + 1],
-        )
-        for n, (a, b) in enumerate(pairwise(bounds))
-    ]
+    if offsets is None:
+        return _of_rows(log_k, decay, start)
+    bounds = bounds_of(offsets)
+    if decay is not None or bounds is None:
+        return _of_packed(log_k, decay, start, offsets.to(log_k.device))
+    # One pass over each sequence instead of log T over all of them.
+    pieces = [_of_rows(log_k[:, a:b], None, start[n : n + 1]) for n, (a, b) in enumerate(pairwise(bounds))]
     if not pieces:
-        return log_k, log_k, start
+        return log_k, log_k, start.clone()
     before, now, last = zip(*pieces, strict=True)
     return torch.cat(before, 1), torch.cat(now, 1), torch.cat(last, 0)
 
 
-def _running_maximum_of_one(log_k: Tensor, decay: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    T = log_k.shape[1]
+def _of_rows(log_k: Tensor, decay: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     start = start.unsqueeze(1)
     if decay is None:
         now = torch.cat([start, log_k], 1).cummax(1).values[:, 1:]
     else:
-        # (Σ decay, max) over the last 1, 2, 4, … steps: a max-plus prefix scan, no sum ever subtracted.
-        fall, best, step = decay.expand_as(log_k), log_k, 1
-        while step < T:
-            reached = torch.maximum(best[:, step:], best[:, :-step] + fall[:, step:])
-            fallen = fall[:, step:] + fall[:, :-step]
-            best = torch.cat([best[:, :step], reached], 1)
-            fall = torch.cat([fall[:, :step], fallen], 1)
-            step *= 2
+        fall, best = _prefixes(decay.expand_as(log_k), log_k)
         now = torch.maximum(best, start + fall)
     history = torch.cat([start, now], 1)
     return history[:, :-1], now, history[:, -1]
 
 
-def _spread(last: Tensor, T: int, bounds: list[int] | None) -> Tensor:
+def _of_packed(log_k: Tensor, decay: Tensor | None, start: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """By no loop over sequences: the first step of each forgets all before it and knows its own start."""
+    T = log_k.shape[1]
+    sequence = sequence_of(offsets, T)
+    first = (torch.arange(T, device=log_k.device) == offsets[sequence])[:, None, None]
+    begun = start[sequence].unsqueeze(0)
+    fall = torch.zeros_like(log_k) if decay is None else decay.expand_as(log_k)
+    best = torch.where(first, torch.maximum(log_k, begun + fall), log_k)
+    _, now = _prefixes(fall.masked_fill(first, _EMPTY), best)
+    history = torch.cat([now.new_zeros(1, 1, *now.shape[2:]), now], 1)  # history[t] stands before step t
+    before = torch.where(first, begun, history[:, :-1])
+    ended = (offsets.diff() > 0)[:, None, None]
+    return before, now, torch.where(ended, history[0, offsets[1:]], start)
+
+
+def _prefixes(fall: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    """(Σ decay, max) over all steps up to each: a max-plus prefix scan, no sum ever subtracted."""
+    step = 1
+    while step < best.shape[1]:
+        reached = torch.maximum(best[:, step:], best[:, :-step] + fall[:, step:])
+        fallen = fall[:, step:] + fall[:, :-step]
+        best = torch.cat([best[:, :step], reached], 1)
+        fall = torch.cat([fall[:, :step], fallen], 1)
+        step *= 2
+    return fall, best
+
+
+def _spread(last: Tensor, T: int, offsets: Tensor | None) -> Tensor:
     """``[N,Hs,F] -> [B,T,Hs,F]``: each step's sequence's value."""
-    if bounds is None:
+    if offsets is None:
         return last.unsqueeze(1).expand(-1, T, -1, -1)
-    lengths = torch.tensor(bounds, device=last.device).diff()
-    return last.repeat_interleave(lengths, dim=0, output_size=T).unsqueeze(0)
+    return last[sequence_of(offsets.to(last.device), T)].unsqueeze(0)

@@ -9,9 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phistate.ops.backends import selective_scan as cpu
-from phistate.ops.checks import check_float, check_mask, check_no_gradient, check_side_input, use_native
+from phistate.ops.checks import (
+    check_float,
+    check_log,
+    check_mask,
+    check_no_gradient,
+    check_side_input,
+    check_state,
+    use_native,
+)
 from phistate.ops.linear_attention import linear_attention
 from phistate.ops.state import State
+from phistate.values import overwritten, transformed
 
 
 @overload
@@ -82,9 +91,9 @@ def mamba2_scan(
 
     Args:
         x: ``[B,T,H,P]`` inputs, float64, float32, bfloat16 or float16.
-        dt: ``[B,T,H]`` step sizes. Like A, D, dt_bias: in x's dtype or float32.
+        dt: ``[B,T,H]`` step sizes. Like every tensor below but the state: in x's dtype or float32.
         A: ``[H]`` log-rates, ≤ 0.
-        B: ``[B,T,G,N]`` what a step writes, in x's dtype; head h uses group h // (H // G).
+        B: ``[B,T,G,N]`` what a step writes; head h uses group h // (H // G).
         C: as B, what a step reads.
         D: ``[H]`` or ``[H,P]`` skip connection; None: none.
         z: ``[B,T,H,P]`` gate; None: none.
@@ -113,6 +122,7 @@ def mamba2_scan(
     >>> y.shape, state.s.shape
     (torch.Size([1, 6, 4, 8]), torch.Size([1, 4, 16, 8]))
     """
+    check_float("x", x, "[B,T,H,P]", 4)
     _check(x, dt, A, B, C, D, z, dt_bias, dt_limit)
     check_mask(mask, x)
     padded = None if mask is None else ~mask[:, :, None]
@@ -122,11 +132,16 @@ def mamba2_scan(
         z = None if z is None else z.masked_fill(padded.unsqueeze(-1), 0.0)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     step = _step_sizes(dt, dt_bias, dt_softplus, dt_limit, wide)
+    decay = step * A.to(wide)
+    check_log("A", A)
+    check_log("dt", decay, "Δ·A")
+    # Where B or C is wider than x, all are: rounding them to x's type would lose what they came with.
+    one = x.dtype if B.dtype == C.dtype == x.dtype else wide
     y, state = linear_attention(
-        C,
-        B,
-        x,
-        decay=step * A.to(wide),
+        C.to(one),
+        B.to(one),
+        x.to(one),
+        decay=decay,
         beta=step,
         scale=1.0,
         initial_state=initial_state,
@@ -136,9 +151,11 @@ def mamba2_scan(
         backend=backend,
     )
     if D is not None:
-        y.addcmul_((D.unsqueeze(-1) if D.ndim == 1 else D).to(x.dtype), x)
+        skip = (D.unsqueeze(-1) if D.ndim == 1 else D).to(one)
+        y = (torch.addcmul if transformed(y, skip) else Tensor.addcmul_)(y, skip, x.to(one))
     if z is not None:
-        y = y * F.silu(z).to(x.dtype)
+        y = y * F.silu(z).to(one)
+    y = y.to(x.dtype)
     return (y, state) if return_state else y
 
 
@@ -160,7 +177,8 @@ def mamba2_step_(
 
     Args:
         state: ``[B,H,P,N]``, as models keep it, overwritten by the state after this token; any floating type and
-            order in memory, fastest where N or P is dense. What a State holds is ``state.s.mT``.
+            order in memory with a place for every element, fastest where N or P is dense. What a State holds is
+            ``state.s.mT``. A call that fails leaves it as it was.
         x: ``[B,H,P]`` inputs.
         dt: ``[B,H]`` step sizes.
         A: ``[H]`` log-rates, ≤ 0.
@@ -187,35 +205,33 @@ def mamba2_step_(
     >>> phistate.mamba2_step_(state, x, dt, A, B, C).shape
     torch.Size([1, 4, 8])
     """
-    if x.ndim != 3:
-        raise ValueError(f"x: got shape {tuple(x.shape)}; takes [B,H,P]")
-    check_no_gradient(state, x, dt, A, B, C, D, z, dt_bias)
-    _check(x.unsqueeze(1), dt.unsqueeze(1), A, B.unsqueeze(1), C.unsqueeze(1), D, None, dt_bias, dt_limit)
+    check_float("x", x, "[B,H,P]", 3)
+    _check(x, dt, A, B, C, D, z, dt_bias, dt_limit)
     rows, heads, P = x.shape
     N = B.shape[-1]
-    check_side_input("z", z, x, [(rows, heads, P)])
-    if state.shape != (rows, heads, P, N) or state.device != x.device:
-        raise ValueError(
-            f"state: got shape {tuple(state.shape)} on {state.device}; "
-            f"takes [B,H,P,N] = {(rows, heads, P, N)} on {x.device}"
-        )
-    if use_native(backend, cpu.reasons_against(x)) and state.stride(3) == 1 and state.stride(1) == P * state.stride(2):
-        flat = state.flatten(1, 2)
-        rate = A.float().unsqueeze(1).expand(heads, N)
-        skip = D if D is None else (D.repeat_interleave(P) if D.ndim == 1 else D.flatten())
-        inputs = (x.flatten(1), dt, rate, B, C, skip, None if z is None else z.flatten(1), dt_bias)
-        return cpu.step_(flat, *inputs, dt_softplus, P, dt_limit).unflatten(1, (heads, P))
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    step = _step_sizes(dt, dt_bias, dt_softplus, dt_limit, wide)
-    write, read = (t.repeat_interleave(heads // t.shape[1], 1).to(wide).unsqueeze(2) for t in (B, C))
-    held = state.to(wide) * (step * A.to(wide)).exp()[..., None, None]
-    held = held + (step.unsqueeze(-1) * x.to(wide)).unsqueeze(-1) * write
-    y = (held * read).sum(-1)
-    state.copy_(held)
-    if D is not None:
-        y = y + (D.unsqueeze(-1) if D.ndim == 1 else D).to(wide) * x.to(wide)
-    if z is not None:
-        y = y * F.silu(z.to(wide))
+    check_state(state, "[B,H,P,N]", (rows, heads, P, N), x)
+    check_no_gradient(state, x, dt, A, B, C, D, z, dt_bias)
+    with torch.no_grad():
+        native = use_native(backend, cpu.reasons_against(x))
+        if native and state.stride(3) == 1 and state.stride(1) == P * state.stride(2):
+            flat = state.flatten(1, 2)
+            rate = A.float().unsqueeze(1).expand(heads, N)
+            skip = D if D is None else (D.repeat_interleave(P) if D.ndim == 1 else D.flatten())
+            inputs = (x.flatten(1), dt, rate, B, C, skip, None if z is None else z.flatten(1), dt_bias)
+            y = cpu.step_(flat, *inputs, dt_softplus, P, dt_limit).unflatten(1, (heads, P))
+            overwritten(state)
+            return y
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        step = _step_sizes(dt, dt_bias, dt_softplus, dt_limit, wide)
+        write, read = (t.repeat_interleave(heads // t.shape[1], 1).to(wide).unsqueeze(2) for t in (B, C))
+        held = state.to(wide) * (step * A.to(wide)).exp()[..., None, None]
+        held = held + (step.unsqueeze(-1) * x.to(wide)).unsqueeze(-1) * write
+        y = (held * read).sum(-1)
+        if D is not None:
+            y = y + (D.unsqueeze(-1) if D.ndim == 1 else D).to(wide) * x.to(wide)
+        if z is not None:
+            y = y * F.silu(z.to(wide))
+        state.copy_(held)
     return y.to(x.dtype)
 
 
@@ -230,18 +246,21 @@ def _check(
     dt_bias: Tensor | None,
     dt_limit: tuple[float, float],
 ) -> None:
-    check_float("x", x, "[B,T,H,P]", 4)
-    rows, T, heads, P = x.shape
+    """What stands beside x, with time or, in a step, without it."""
+    *steps, heads, P = x.shape
+    if heads == 0:
+        raise ValueError("x: got 0 heads; takes one or more")
     for name, value in (("dt", dt), ("A", A), ("B", B), ("C", C)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}; takes a torch.Tensor")
-    check_side_input("dt", dt, x, [(rows, T, heads)])
+    check_side_input("dt", dt, x, [(*steps, heads)])
     check_side_input("A", A, x, [(heads,)])
     check_side_input("D", D, x, [(heads,), (heads, P)])
     check_side_input("z", z, x, [tuple(x.shape)])
     check_side_input("dt_bias", dt_bias, x, [(heads,)])
-    if B.ndim != 4 or B.shape[:2] != (rows, T) or B.shape[2] == 0 or heads % B.shape[2]:
-        raise ValueError(f"B: got shape {tuple(B.shape)}; takes [B,T,G,N], G a count that divides H = {heads}")
+    if B.ndim != x.ndim or list(B.shape[:-2]) != steps or B.shape[-2] == 0 or heads % B.shape[-2]:
+        layout = "[B,T,G,N]" if x.ndim == 4 else "[B,G,N]"
+        raise ValueError(f"B: got shape {tuple(B.shape)}; takes {layout}, G a count that divides H = {heads}")
     for name, value in (("B", B), ("C", C)):
         check_side_input(name, value, x, [tuple(B.shape)])
     low, high = dt_limit

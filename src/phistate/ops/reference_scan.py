@@ -27,7 +27,9 @@ def scan(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, h: Tensor) -
         write = (delta[:, t] * x[:, t]).unsqueeze(-1) * B[:, t].unsqueeze(-2)
         h = (step * A).exp() * h + write
         outputs.append((h @ C[:, t].unsqueeze(-1)).squeeze(-1))
-    return (torch.stack(outputs, 1) if outputs else torch.zeros_like(x)), h
+    if not outputs:  # the caller may yet overwrite the state it gave
+        return torch.zeros_like(x), h.clone()
+    return torch.stack(outputs, 1), h
 
 
 def convolve(x: Tensor, weight: Tensor, past: Tensor) -> Tensor:

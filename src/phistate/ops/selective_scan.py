@@ -16,9 +16,12 @@ from phistate.ops.checks import (
     check_mask,
     check_no_gradient,
     check_side_input,
-    sequence_bounds,
+    check_state,
+    packed_offsets,
     use_native,
 )
+from phistate.ops.packing import Rows, bounds_of
+from phistate.values import overwritten
 
 
 @overload
@@ -119,22 +122,18 @@ def selective_scan(
     >>> torch.allclose(whole, torch.cat([first, rest], 1), atol=1e-5)
     True
     """
+    check_float("x", x, "[B,T,D]", 3)
     _check(x, delta, A, B, C, D, z, delta_bias)
     check_mask(mask, x)
-    if not torch.compiler.is_compiling():  # the kernels check offsets too, and a trace cannot read values
-        sequence_bounds(cu_seqlens, x)
+    offsets = packed_offsets(cu_seqlens, x)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if initial_state is not None:
-        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        check_side_input("initial_state", initial_state, x, [(rows, *A.shape)])
-        if initial_state.dtype != wide:
-            raise TypeError(f"initial_state: got {initial_state.dtype}; takes {wide} for {x.dtype} inputs")
+        rows = x.shape[0] if offsets is None else offsets.numel() - 1
+        check_side_input("initial_state", initial_state, x, [(rows, *A.shape)], [wide])
     if use_native(backend, cpu.reasons_against(x)):
-        y, h = cpu.scan(x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, cu_seqlens)
+        y, h = cpu.scan(x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, offsets)
     else:
-        y, h = _reference(
-            x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, sequence_bounds(cu_seqlens, x)
-        )
+        y, h = _reference(x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, offsets)
     return (y, h) if return_state else y
 
 
@@ -154,7 +153,8 @@ def selective_scan_step_(
     """One token of :func:`selective_scan`, the state updated in place: the decode step. Records no gradient.
 
     Args:
-        state: ``[B,D,N]``, overwritten by the state after this token. Any floating type; sums are float32 all the same.
+        state: ``[B,D,N]``, overwritten by the state after this token, with a place for every element. Any floating
+            type; sums are float32 all the same. A call that fails leaves it as it was.
         x: ``[B,D]`` inputs.
         delta: ``[B,D]`` step sizes.
         A: ``[D,N]`` log-rates. One rate per channel expanded to ``[D,N]`` (Mamba-2) costs one exponential per channel.
@@ -181,26 +181,20 @@ def selective_scan_step_(
     >>> torch.allclose(state, (delta * x).unsqueeze(-1) * B.unsqueeze(1))
     True
     """
-    if x.ndim != 2:
-        raise ValueError(f"x: got shape {tuple(x.shape)}; takes [B,D]")
-    given = (x, delta, B, C, z)
-    check_no_gradient(state, A, D, delta_bias, *given)
-    one, steps, write, read, gate = (None if t is None else t.unsqueeze(1) for t in given)
-    assert one is not None
-    assert steps is not None
-    assert write is not None
-    assert read is not None
-    _check(one, steps, A, write, read, D, gate, delta_bias)
-    if state.shape != (x.shape[0], *A.shape) or state.device != x.device:
-        raise ValueError(
-            f"state: got shape {tuple(state.shape)} on {state.device}; "
-            f"takes [B,D,N] = {(x.shape[0], *A.shape)} on {x.device}"
-        )
-    if use_native(backend, cpu.reasons_against(x)):
-        return cpu.step_(state, x, delta, A, B, C, D, z, delta_bias, delta_softplus)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y, h = _reference(one, steps, A, write, read, D, gate, delta_bias, delta_softplus, state.to(wide), None, None)
-    state.copy_(h)
+    check_float("x", x, "[B,D]", 2)
+    _check(x, delta, A, B, C, D, z, delta_bias)
+    check_state(state, "[B,D,N]", (x.shape[0], *A.shape), x)
+    check_no_gradient(state, x, delta, A, B, C, D, z, delta_bias)
+    with torch.no_grad():
+        if use_native(backend, cpu.reasons_against(x)):
+            y = cpu.step_(state, x, delta, A, B, C, D, z, delta_bias, delta_softplus)
+            overwritten(state)
+            return y
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        one, steps, write, read = (t.unsqueeze(1) for t in (x, delta, B, C))
+        gate = None if z is None else z.unsqueeze(1)
+        y, h = _reference(one, steps, A, write, read, D, gate, delta_bias, delta_softplus, state.to(wide), None, None)
+        state.copy_(h)
     return y.squeeze(1)
 
 
@@ -214,25 +208,25 @@ def _check(
     z: Tensor | None,
     delta_bias: Tensor | None,
 ) -> None:
-    check_float("x", x, "[B,T,D]", 3)
-    rows, T, channels = x.shape
+    """What stands beside x, with time or, in a step, without it."""
+    *steps, channels = x.shape
     for name, value in (("delta", delta), ("A", A), ("B", B), ("C", C)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}; takes a torch.Tensor")
-    check_side_input("delta", delta, x, [(rows, T, channels)])
+    check_side_input("delta", delta, x, [(*steps, channels)])
     if A.ndim != 2 or A.shape[0] != channels:
         raise ValueError(f"A: got shape {tuple(A.shape)}; takes [D,N] with D = {channels}, as x has")
     N = A.shape[1]
     check_side_input("A", A, x, [(channels, N)])
-    shapes: list[tuple[int, ...]] = [(rows, T, N)]
-    if B.ndim == 4:
-        groups = B.shape[2]
+    shapes: list[tuple[int, ...]] = [(*steps, N)]
+    if B.ndim == x.ndim + 1:
+        groups = B.shape[-2]
         if groups == 0 or channels % groups:
             raise ValueError(f"B: got {groups} groups; takes a count that divides D = {channels}")
-        shapes = [(rows, T, groups, N)]
+        shapes = [(*steps, groups, N)]
     check_side_input("B", B, x, shapes)
     check_side_input("C", C, x, shapes)
-    check_side_input("z", z, x, [(rows, T, channels)])
+    check_side_input("z", z, x, [(*steps, channels)])
     check_side_input("D", D, x, [(channels,)])
     check_side_input("delta_bias", delta_bias, x, [(channels,)])
 
@@ -249,11 +243,18 @@ def _reference(
     delta_softplus: bool,
     h: Tensor | None,
     mask: Tensor | None,
-    bounds: list[int] | None,
+    offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The op in plain PyTorch, in the accumulation type."""
+    bounds = None if offsets is None else bounds_of(offsets)
+    if offsets is not None and bounds is None:
+        rows = Rows(offsets, x, mask)
+        inputs = (rows.spread(x), rows.spread(delta), A, rows.spread(B), rows.spread(C), D)
+        gate = None if z is None else rows.spread(z)
+        y, h = _reference(*inputs, gate, delta_bias, delta_softplus, h, rows.mask, None)
+        return rows.gather(y), h
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows, _, channels = x.shape
+    channels = x.shape[2]
     u, step, rate, write, read = (t.to(wide) for t in (x, delta, A, B, C))
     if write.ndim == 3:
         write, read = write.unsqueeze(2), read.unsqueeze(2)
@@ -271,7 +272,7 @@ def _reference(
         step = step.masked_fill(padded, 0.0)
 
     groups = write.shape[2]
-    sequences = rows if bounds is None else len(bounds) - 1
+    sequences = x.shape[0] if bounds is None else len(bounds) - 1
     h = u.new_zeros(sequences, *A.shape) if h is None else h
     h = h.unflatten(1, (groups, channels // groups))
     rate = rate.unflatten(0, (groups, channels // groups))

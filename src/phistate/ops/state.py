@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 _FORMAT = "phistate.State/1"
@@ -23,6 +24,9 @@ class State:
     s_t = Σ_j (decayed) k_j v_jᵀ and z_t = Σ_j (decayed) k_j. Where ``log_scale`` C is present (maps streamed in
     log space) the sums are of features divided by exp(C), one C per feature.
 
+    A step in place (:func:`phistate.linear_attention_step_`) overwrites these tensors, so every method that gives a
+    State copies: what it gives shares no memory with this one.
+
     Args:
         s: ``[B,Hs,K,V]``, float32 (float64 for float64 inputs).
         z: ``[B,Hs,K]``, the normaliser; None for mixers that do not normalise.
@@ -31,7 +35,8 @@ class State:
         fingerprint: print of the feature map the state was made with; None when q and k came as features.
 
     Raises:
-        ValueError: shapes that do not fit one another.
+        ValueError: shapes that do not fit one another, or tokens of another dtype or device.
+        TypeError: a z or log_scale of another dtype or device than s.
 
     >>> import torch
     >>> state = State(s=torch.zeros(2, 4, 8, 16), tokens=torch.zeros(2, dtype=torch.int64))
@@ -48,15 +53,22 @@ class State:
     def __post_init__(self) -> None:
         if self.s.ndim != 4:
             raise ValueError(f"s: got shape {tuple(self.s.shape)}; takes [B,Hs,K,V]")
-        for name in ("z", "log_scale"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape != self.s.shape[:3]:
+        for name, tensor in (("z", self.z), ("log_scale", self.log_scale)):
+            if tensor is None:
+                continue
+            if tensor.shape != self.s.shape[:3]:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; takes [B,Hs,K] = {tuple(self.s.shape[:3])}")
+            if tensor.dtype != self.s.dtype or tensor.device != self.s.device:
+                raise TypeError(
+                    f"{name}: got {tensor.dtype} on {tensor.device}; takes {self.s.dtype} on {self.s.device}, as s has"
+                )
         if self.tokens.shape != self.s.shape[:1] or self.tokens.dtype != torch.int64:
             raise ValueError(
                 f"tokens: got {self.tokens.dtype} of shape {tuple(self.tokens.shape)}; "
                 f"takes int64 [B] = {tuple(self.s.shape[:1])}"
             )
+        if self.tokens.device != self.s.device:
+            raise ValueError(f"tokens: got device {self.tokens.device}; takes {self.s.device}, where s is")
 
     @property
     def nbytes(self) -> int:
@@ -68,16 +80,16 @@ class State:
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def fork(self) -> State:
-        """A copy that shares no memory with this one."""
+        """A copy, still in the autograd graph."""
         return self._map(Tensor.clone)
 
     def detach(self) -> State:
-        """The same values, cut from the autograd graph."""
-        return self._map(Tensor.detach)
+        """A copy cut from the autograd graph."""
+        return self._map(lambda tensor: tensor.detach().clone())
 
     def to(self, device: torch.device | str) -> State:
-        """The same values on another device."""
-        return self._map(lambda tensor: tensor.to(device))
+        """A copy on another device, or on the same."""
+        return self._map(lambda tensor: tensor.to(device, copy=True))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to a safetensors file; the file appears whole or not at all."""
@@ -85,13 +97,16 @@ class State:
         metadata = {"format": _FORMAT}
         if self.fingerprint is not None:
             metadata["fingerprint"] = self.fingerprint
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            tensors = {name: tensor.detach().contiguous() for name, tensor in self._tensors().items()}
-            save_file(tensors, partial, metadata)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        # Tensors that share memory are no file of theirs, and a step may overwrite them meanwhile.
+        tensors = {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format)
+            for name, tensor in self._tensors().items()
+        }
+        # Written as any new file is, for permissions of its own; in a directory of this call's, for a name.
+        with tempfile.TemporaryDirectory(prefix=".phistate-", dir=path.parent) as directory:
+            whole = Path(directory) / "state"
+            whole.write_bytes(save(tensors, metadata))
+            whole.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str = "cpu") -> State:

@@ -17,7 +17,8 @@ class Call:
 
     ``q [B,T,Hq,K]``, ``k [B,T,Hk,K]``, ``v [B,T,Hv,V]``; ``decay [Hs] | [B,T,Hs] | [B,T,Hs,K]``; ``beta [B,T,Hs]``;
     initial state ``s [N,Hs,K,V]`` and ``z [N,Hs,K]`` in :attr:`accumulation`, N = B or the number of packed sequences;
-    ``mask [B,T]`` bool; ``cu_seqlens [N+1]`` int64 on the CPU.
+    ``mask [B,T]`` bool; ``cu_seqlens [N+1]`` int64 on the CPU, whose numbers a trace cannot read
+    (:mod:`phistate.ops.packing`).
 
     With ``log_features`` q and k are the logarithms of the features, float32 (float64 for float64 inputs), the write is
     additive, and ``log_scale [N,Hs,K]`` is the running maximum that s and z are relative to (None: no history).

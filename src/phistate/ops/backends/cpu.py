@@ -9,6 +9,7 @@ from phistate.ops.backends import abi, derivatives, native
 from phistate.ops.backends.base import Call, Result, without_padding
 from phistate.ops.backends.linear_attention_backward import linear_attention
 from phistate.ops.log_space import by_vector_decay
+from phistate.values import overwritten
 
 # Asked once, at import: a compiler's trace cannot ask a library. A PHISTATE_ISA that cannot be honoured raises here.
 _MISSING = native.why_not()
@@ -91,6 +92,7 @@ class CpuBackend:
         for x, y in zip(held, dense, strict=True):
             if x is not y:
                 x.copy_(y)
+        overwritten(*held)
         return o
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from phistate.ops import reference
 from phistate.ops.backends.base import Call, Result
 from phistate.ops.log_space import by_vector_decay
+from phistate.ops.packing import Rows, bounds_of
 
 # Below this many steps a loop over time costs less than setting up a chunk.
 _FEW_STEPS = 4
@@ -29,14 +31,18 @@ class TorchBackend:
         if call.log_features:
             return by_vector_decay(call, self.run)
         call = call.mapped()
+        bounds = None if call.cu_seqlens is None else bounds_of(call.cu_seqlens)
+        if call.cu_seqlens is not None and bounds is None:
+            rows = Rows(call.cu_seqlens, call.q, call.mask)
+            result = self.run(_in_rows(call, rows))
+            return result._replace(o=rows.gather(result.o))
         q, k, v, decay, beta = _prepare(call)
         T = k.shape[2]
         S = _initial(call, k, v)
-        if call.cu_seqlens is None:
+        if bounds is None:
             o, S = _form(call, T)(q, k, v, decay, beta, call.write, S)
         else:
             pieces, states = [], []
-            bounds = call.cu_seqlens.tolist()
             for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
                 piece, state = _form(call, stop - start)(
                     q[:, :, :, start:stop],
@@ -53,11 +59,13 @@ class TorchBackend:
             S = torch.cat(states, 0) if states else S
         z = None
         if call.normalize:
-            o, S, z = divide(o[..., :-1], o[..., -1:]), S[..., :-1], S[..., -1]
+            o = divide(o[..., :-1], o[..., -1:])
+            S, z = S[..., :-1].contiguous(), S[..., -1].contiguous()
         else:
             o = o * call.scale
         o = o.permute(0, 3, 1, 2, 4).flatten(2, 3)
-        return Result(o.to(call.v.dtype), S, z)
+        # Without a step the forms give back the state they were given, which the caller may yet overwrite.
+        return Result(o.to(call.v.dtype), S.clone() if S is call.s else S, z)
 
     def step_(self, call: Call) -> Tensor:
         """See :class:`~phistate.ops.backends.base.Backend`."""
@@ -72,6 +80,16 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator, with a zero row where the denominator is exactly zero."""
     empty = denominator == 0
     return (numerator / denominator.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+
+
+def _in_rows(call: Call, rows: Rows) -> Call:
+    """The packed call as one of N rows."""
+    q, k, v = (rows.spread(x) for x in (call.q, call.k, call.v))
+    decay, beta = call.decay, call.beta
+    if decay is not None and decay.ndim > 1:
+        decay = rows.spread(decay)
+    beta = None if beta is None else rows.spread(beta)
+    return replace(call, q=q, k=k, v=v, decay=decay, beta=beta, mask=rows.mask, cu_seqlens=None)
 
 
 def _form(call: Call, T: int) -> reference.Form:

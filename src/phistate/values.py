@@ -1,0 +1,40 @@
+"""The numbers of a tensor, read and written past torch: a trace, a meta and a fake tensor have none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def values(x: Tensor) -> Tensor | None:
+    """The numbers of ``x``, detached; None where there are none to read.
+
+    Under :mod:`torch.func` these are the numbers of all that is mapped over at once, in a shape of their own.
+
+    >>> import torch
+    >>> values(torch.ones(2)), values(torch.ones(2, device="meta"))
+    (tensor([1., 1.]), None)
+    """
+    if torch.compiler.is_compiling():
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    x = x.detach()  # which a fake mode turns into a fake tensor
+    return x if has_numbers(x) else None
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Whether numbers stand behind ``x``, or will when a trace of it runs."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+def transformed(*tensors: Tensor) -> bool:
+    """Whether :mod:`torch.func` maps one of these, or may while it is traced: then nothing should be done in place."""
+    return torch.compiler.is_compiling() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+
+
+def overwritten(*tensors: Tensor) -> None:
+    """Tells autograd what a kernel has written, so that no graph goes on with a tensor that it saved before."""
+    if not torch.compiler.is_compiling():  # the operator's schema says it there
+        torch.autograd.graph.increment_version(tensors)
