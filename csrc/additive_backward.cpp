@@ -385,6 +385,7 @@ struct Unit {
 }  // namespace
 
 int additive_backward(const phistate_linear_attention& call) {
+    if (!check_offsets(call)) return -1;
     const Heads heads(call);
     expect_writes(call, call.d_q, heads.q, call.key_dim);
     expect_writes(call, call.d_k, heads.k, call.key_dim);

@@ -377,6 +377,7 @@ private:
 }  // namespace
 
 int additive_forward(const phistate_linear_attention& call) {
+    if (!check_offsets(call)) return -1;
     if (call.time == 1 && call.causal && !call.cu_seqlens && !call.log_features) {
         step(call);
         return 0;

@@ -344,6 +344,7 @@ inline int64_t common_divisor(int64_t a, int64_t b) { return b == 0 ? a : common
 // d_q, d_k and d_v of heads that several states or readers share are gathered head after head, best in float32; states
 // that share any of them are one thread's.
 int delta_backward(const phistate_linear_attention& call) {
+    if (!check_offsets(call)) return -1;
     const Heads heads(call);
     const int64_t groups = common_divisor(common_divisor(heads.q, heads.k), heads.v), share = heads.s / groups;
     expect_writes(call, call.d_q, heads.q, call.key_dim);

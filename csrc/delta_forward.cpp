@@ -220,6 +220,7 @@ struct Forward {
 }  // namespace
 
 int delta_forward(const phistate_linear_attention& call) {
+    if (!check_offsets(call)) return -1;
     if (call.time <= kFewTokens) {
         delta_step(call);
         return 0;

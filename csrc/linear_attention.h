@@ -21,6 +21,15 @@ inline Span span_of(const phistate_linear_attention& call, int64_t sequence) {
     return {sequence, 0, call.time};
 }
 
+// False: the offsets of packed sequences do not fit, and the error is set.
+inline bool check_offsets(const phistate_linear_attention& call) {
+    if (!call.cu_seqlens) return true;
+    bool fit = call.batch == 1 && call.cu_seqlens[0] == 0 && call.cu_seqlens[call.sequences] == call.time;
+    for (int64_t n = 0; n < call.sequences && fit; ++n) fit = call.cu_seqlens[n] <= call.cu_seqlens[n + 1];
+    if (!fit) phistate::fail(phistate::kOffsets);
+    return fit;
+}
+
 // Head counts divide each other in whole groups: a head of the larger uses head / (larger / smaller).
 struct Heads {
     int64_t q, k, v, s, o;

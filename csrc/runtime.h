@@ -18,6 +18,8 @@ int64_t num_threads();
 // fault and, rows of one head lying pages apart, a miss of the TLB a row. A hint; does nothing where there is none.
 void expect_writes(void* data, int64_t bytes);
 
+inline constexpr char kOffsets[] = "cu_seqlens: takes offsets from 0 to T that never decrease, batch 1";
+
 // Remembers the text for phistate_last_error; returns -1.
 int fail(const char* text);
 

@@ -148,7 +148,7 @@ public:
             bool fits = layout.batch == 1 && layout.cu_seqlens[0] == 0 && layout.cu_seqlens[layout.sequences] == layout.time;
             for (int64_t n = 0; n < layout.sequences && fits; ++n) fits = layout.cu_seqlens[n] <= layout.cu_seqlens[n + 1];
             if (!fits) {
-                phistate::fail("cu_seqlens: takes offsets from 0 to T that never decrease, batch 1");
+                phistate::fail(phistate::kOffsets);
                 return false;
             }
         }

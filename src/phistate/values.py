@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 
 def values(x: Tensor) -> Tensor | None:
@@ -32,6 +35,13 @@ def has_numbers(x: Tensor) -> bool:
 def transformed(*tensors: Tensor) -> bool:
     """Whether :mod:`torch.func` maps one of these, or may while it is traced: then nothing should be done in place."""
     return torch.compiler.is_compiling() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+
+
+def any_tangent(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether forward mode differentiates along one of these."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def overwritten(*tensors: Tensor) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from phistate.ops import reference_scan
 from phistate.ops.backends import causal_conv1d as cpu
+from phistate.ops.backends import torch_scan
 from phistate.ops.checks import (
     check_float,
     check_mask,
@@ -20,7 +18,6 @@ from phistate.ops.checks import (
     packed_offsets,
     use_native,
 )
-from phistate.ops.packing import Rows, bounds_of
 from phistate.values import overwritten
 
 MAX_WIDTH = 8
@@ -109,10 +106,10 @@ def causal_conv1d(
     if initial_state is not None:
         rows = x.shape[0] if offsets is None else offsets.numel() - 1
         check_side_input("initial_state", initial_state, x, [(rows, x.shape[2], weight.shape[1] - 1)], [x.dtype])
-    if use_native(backend, cpu.reasons_against(x)):
+    if use_native(backend, cpu.reasons_against(x, weight, bias, initial_state)):
         y, state = cpu.convolve(x, weight, bias, activation == "silu", initial_state, mask, offsets)
     else:
-        y, state = _reference(x, weight, bias, activation == "silu", initial_state, mask, offsets)
+        y, state = torch_scan.causal_conv1d(x, weight, bias, activation == "silu", initial_state, mask, offsets)
     return (y, state) if return_state else y
 
 
@@ -156,12 +153,12 @@ def causal_conv1d_step_(
     check_state(state, "[B,C,W-1 or more]", (*x.shape, max(kept, width - 1)), x)
     check_no_gradient(state, x, weight, bias)
     with torch.no_grad():
-        if use_native(backend, cpu.reasons_against(x)):
+        if use_native(backend, cpu.reasons_against(x, weight, bias, state)):
             y = cpu.step_(state, x, weight, bias, activation == "silu")
             overwritten(state)
             return y
         past = state[..., kept - width + 1 :].to(x.dtype)
-        y, _ = _reference(x.unsqueeze(1), weight, bias, activation == "silu", past, None, None)
+        y, _ = torch_scan.causal_conv1d(x.unsqueeze(1), weight, bias, activation == "silu", past, None, None)
         state.copy_(torch.cat([state[..., 1:], x.unsqueeze(-1).to(state.dtype)], -1))
     return y.squeeze(1)
 
@@ -176,50 +173,3 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
     check_side_input("bias", bias, x, [(channels,)])
     if activation not in (None, "silu"):
         raise ValueError(f"activation: got {activation!r}; takes 'silu' or None")
-
-
-def _reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    past: Tensor | None,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The op in plain PyTorch, in the accumulation type."""
-    if offsets is not None:
-        bounds = bounds_of(offsets)
-        if bounds is None:
-            packed = Rows(offsets, x, mask)
-            y, state = _reference(packed.spread(x), weight, bias, silu, past, packed.mask, None)
-            return packed.gather(y), state
-        ys, states = [x[:, :0]], [x.new_zeros(0, x.shape[2], weight.shape[1] - 1)]
-        for n, (a, b) in enumerate(itertools.pairwise(bounds)):
-            before = None if past is None else past[n : n + 1]
-            part = None if mask is None else mask[:, a:b]
-            piece, state = _reference(x[:, a:b], weight, bias, silu, before, part, None)
-            ys.append(piece)
-            states.append(state)
-        return torch.cat(ys, 1), torch.cat(states)
-    rows, T, channels = x.shape
-    keep = weight.shape[1] - 1
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    before = x.new_zeros(rows, keep, channels) if past is None else past.transpose(1, 2)
-    if mask is None:
-        order, tokens = None, x
-        state = torch.cat([before, x], 1)[:, T:]
-    else:
-        # The tokens in order, then the padding: what a token sees is what it would see without any.
-        order = (~mask).to(torch.uint8).argsort(dim=1, stable=True).unsqueeze(-1)
-        tokens = x.masked_fill(~mask.unsqueeze(-1), 0.0).gather(1, order.expand(rows, T, channels))
-        last = mask.sum(1)[:, None, None] + torch.arange(keep, device=x.device)[:, None]
-        state = torch.cat([before, tokens], 1).gather(1, last.expand(rows, keep, channels))
-    y = reference_scan.convolve(tokens.to(wide), weight.to(wide), before.to(wide))
-    if bias is not None:
-        y = y + bias.to(wide)
-    if silu:
-        y = F.silu(y)
-    if mask is not None and order is not None:
-        y = y.gather(1, order.argsort(dim=1).expand(rows, T, channels)).masked_fill(~mask.unsqueeze(-1), 0.0)
-    return y.to(x.dtype), state.transpose(1, 2)

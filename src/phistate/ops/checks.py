@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phistate.values import values
+from phistate.values import any_tangent, values
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -101,7 +101,8 @@ def check_float(name: str, x: Tensor, layout: str, dims: int) -> None:
 
 def check_no_gradient(state: Tensor, *inputs: Tensor | None) -> None:
     """A step in place records no gradient, so none may be asked for."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *inputs)):
+    asked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *inputs))
+    if asked or any_tangent((state, *inputs)):
         raise ValueError(
             "state: got inputs that require a gradient, which a step in place cannot record; "
             "takes them under torch.no_grad()"

@@ -212,7 +212,7 @@ def mamba2_step_(
     check_state(state, "[B,H,P,N]", (rows, heads, P, N), x)
     check_no_gradient(state, x, dt, A, B, C, D, z, dt_bias)
     with torch.no_grad():
-        native = use_native(backend, cpu.reasons_against(x))
+        native = use_native(backend, cpu.reasons_against(x, dt, A, B, C, D, z, dt_bias, state))
         if native and state.stride(3) == 1 and state.stride(1) == P * state.stride(2):
             flat = state.flatten(1, 2)
             rate = A.float().unsqueeze(1).expand(heads, N)

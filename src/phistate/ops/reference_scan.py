@@ -5,8 +5,7 @@
 
     y_t = Σ_w weight_w x_{t-W+1+w}                  per channel, W taps
 
-Softplus, bias, skip, gate, masks, groups and packed sequences are the callers' (``selective_scan.py``,
-``causal_conv1d.py``).
+Softplus, bias, skip, gate, masks, groups and packed sequences are the caller's (``backends/torch_scan.py``).
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from phistate.ops import reference_scan
 from phistate.ops.backends import selective_scan as cpu
+from phistate.ops.backends import torch_scan
 from phistate.ops.checks import (
     check_float,
     check_mask,
@@ -20,7 +18,6 @@ from phistate.ops.checks import (
     packed_offsets,
     use_native,
 )
-from phistate.ops.packing import Rows, bounds_of
 from phistate.values import overwritten
 
 
@@ -130,10 +127,12 @@ def selective_scan(
     if initial_state is not None:
         rows = x.shape[0] if offsets is None else offsets.numel() - 1
         check_side_input("initial_state", initial_state, x, [(rows, *A.shape)], [wide])
-    if use_native(backend, cpu.reasons_against(x)):
+    if use_native(backend, cpu.reasons_against(x, delta, A, B, C, D, z, delta_bias, initial_state)):
         y, h = cpu.scan(x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, offsets)
     else:
-        y, h = _reference(x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, offsets)
+        y, h = torch_scan.selective_scan(
+            x, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, mask, offsets
+        )
     return (y, h) if return_state else y
 
 
@@ -186,14 +185,16 @@ def selective_scan_step_(
     check_state(state, "[B,D,N]", (x.shape[0], *A.shape), x)
     check_no_gradient(state, x, delta, A, B, C, D, z, delta_bias)
     with torch.no_grad():
-        if use_native(backend, cpu.reasons_against(x)):
+        if use_native(backend, cpu.reasons_against(x, delta, A, B, C, D, z, delta_bias, state)):
             y = cpu.step_(state, x, delta, A, B, C, D, z, delta_bias, delta_softplus)
             overwritten(state)
             return y
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         one, steps, write, read = (t.unsqueeze(1) for t in (x, delta, B, C))
         gate = None if z is None else z.unsqueeze(1)
-        y, h = _reference(one, steps, A, write, read, D, gate, delta_bias, delta_softplus, state.to(wide), None, None)
+        y, h = torch_scan.selective_scan(
+            one, steps, A, write, read, D, gate, delta_bias, delta_softplus, state.to(wide), None, None
+        )
         state.copy_(h)
     return y.squeeze(1)
 
@@ -229,67 +230,3 @@ def _check(
     check_side_input("z", z, x, [(*steps, channels)])
     check_side_input("D", D, x, [(channels,)])
     check_side_input("delta_bias", delta_bias, x, [(channels,)])
-
-
-def _reference(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    delta_softplus: bool,
-    h: Tensor | None,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The op in plain PyTorch, in the accumulation type."""
-    bounds = None if offsets is None else bounds_of(offsets)
-    if offsets is not None and bounds is None:
-        rows = Rows(offsets, x, mask)
-        inputs = (rows.spread(x), rows.spread(delta), A, rows.spread(B), rows.spread(C), D)
-        gate = None if z is None else rows.spread(z)
-        y, h = _reference(*inputs, gate, delta_bias, delta_softplus, h, rows.mask, None)
-        return rows.gather(y), h
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    channels = x.shape[2]
-    u, step, rate, write, read = (t.to(wide) for t in (x, delta, A, B, C))
-    if write.ndim == 3:
-        write, read = write.unsqueeze(2), read.unsqueeze(2)
-    gate = None if z is None else z.to(wide)
-    padded = None if mask is None else ~mask.unsqueeze(-1)
-    if padded is not None:
-        u, step = u.masked_fill(padded, 0.0), step.masked_fill(padded, 0.0)
-        write, read = (t.masked_fill(padded.unsqueeze(-1), 0.0) for t in (write, read))
-        gate = None if gate is None else gate.masked_fill(padded, 0.0)
-    if delta_bias is not None:
-        step = step + delta_bias.to(wide)
-    if delta_softplus:
-        step = F.softplus(step)
-    if padded is not None:
-        step = step.masked_fill(padded, 0.0)
-
-    groups = write.shape[2]
-    sequences = x.shape[0] if bounds is None else len(bounds) - 1
-    h = u.new_zeros(sequences, *A.shape) if h is None else h
-    h = h.unflatten(1, (groups, channels // groups))
-    rate = rate.unflatten(0, (groups, channels // groups))
-    ins = (u.unflatten(2, (groups, channels // groups)), step.unflatten(2, (groups, channels // groups)))
-    if bounds is None:
-        y, h = reference_scan.scan(*ins, rate, write, read, h)
-    else:
-        ys, hs = [ins[0][:, :0]], [h[:0]]
-        for n, (a, b) in enumerate(itertools.pairwise(bounds)):
-            part = (ins[0][:, a:b], ins[1][:, a:b], rate, write[:, a:b], read[:, a:b], h[n : n + 1])
-            piece, last = reference_scan.scan(*part)
-            ys.append(piece)
-            hs.append(last)
-        y, h = torch.cat(ys, 1), torch.cat(hs)
-    y = y.flatten(2)
-    if D is not None:
-        y = y + D.to(wide) * u
-    if gate is not None:
-        y = y * F.silu(gate)
-    return y.to(x.dtype), h.flatten(1, 2)

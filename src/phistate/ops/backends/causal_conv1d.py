@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phistate.ops.backends import abi, native
+from phistate.ops.backends import abi, derivatives, native, torch_scan
 from phistate.ops.backends.abi import address, layout, series
 from phistate.ops.backends.selective_scan import offsets, readable, reasons_against
+from phistate.values import has_numbers, transformed
 
 __all__ = ["convolve", "reasons_against", "step_"]
 
@@ -104,6 +105,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, d_y: Tensor, d_s: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():  # create_graph=True: what is computed here will be differentiated
+        *inputs, mask, cu_seqlens = ctx.saved_tensors
+        found = derivatives.gradients(
+            lambda x, weight, bias, past: torch_scan.causal_conv1d(x, weight, bias, ctx.silu, past, mask, cu_seqlens),
+            inputs,
+            ctx.needs_input_grad[:4],
+            (d_y, d_s),
+        )
+        return (*found, None, None, None)
     gradients = torch.ops.phistate.causal_conv1d_backward(*ctx.saved_tensors, ctx.silu, d_y, d_s)
     wanted = (g if want else None for g, want in zip(gradients, ctx.needs_input_grad[:4], strict=True))
     return (*wanted, None, None, None)
@@ -159,5 +169,5 @@ def convolve(
 
 def step_(state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """One token of a checked call."""
-    run = torch.ops.phistate.causal_conv1d_step_ if torch.compiler.is_compiling() else _step
+    run = torch.ops.phistate.causal_conv1d_step_ if transformed(state, x) or not has_numbers(x) else _step
     return run(state, x, weight.float(), None if bias is None else bias.float(), silu)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from phistate.values import any_tangent
 
 
 def reasons_against(*tensors: Tensor | None) -> list[str]:
@@ -25,14 +26,9 @@ def reasons_against(*tensors: Tensor | None) -> list[str]:
     """
     if torch._C._are_functorch_transforms_active():
         return ["inside a torch.func transform: the kernels' only derivative is autograd's own backward pass"]
-    if forward_ad._current_level >= 0 and any(has_tangent(x) for x in tensors):
+    if any_tangent(tensors):
         return ["an input has a forward-mode tangent: the kernels differentiate in reverse mode"]
     return []
-
-
-def has_tangent(x: Tensor | None) -> bool:
-    """Whether forward mode differentiates along ``x``."""
-    return x is not None and forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def gradients(
