@@ -32,8 +32,8 @@ def original_of(function: Any) -> Any:
 
 
 def swapped() -> list[tuple[Any, str, Any]]:
-    """Every attribute that is replaced now: its owner, its name and what stands there."""
-    return [(hold.owner, hold.name, hold.new) for hold in _HELD.values()]
+    """Every function that is replaced now: its owner, its name and what stands there."""
+    return [(hold.owner, hold.name, hold.new) for hold in _HELD.values() if original_of(hold.new) is not hold.new]
 
 
 def swap(owner: ModuleType | type | nn.Module, name: str, new: Any) -> Callable[[], None]:
