@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import inspect
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from transformers import DynamicCache
 from phistate.bench.families import family_config, random_model
 from phistate.hf import accelerate
 from phistate.hf.handover import Call, current
+from phistate.hf.swap import swap
 from tests.test_accelerate import PIECES, SIZE, assert_close, continued, logits, mixers, model, packed, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -365,3 +369,38 @@ def test_a_forward_that_others_replaced(own):
         assert_close(in_pieces(net, layer, x, 20, 10), right)
     assert layer.forward == theirs
     assert not corrected(net, x)
+
+
+def test_an_accelerate_that_fails_leaves_nothing():
+    net = fresh("mamba2")
+    layer = mixers(net)
+    places = vars(type(layer)), inspect.unwrap(type(layer).forward).__globals__
+    before = [dict(place) for place in places]
+    del net.backbone.layers[-1].mixer.time_step_limit
+    with pytest.raises(AttributeError, match="time_step_limit"):
+        accelerate(net)
+    assert [dict(place) for place in places] == before
+
+
+def test_a_layer_that_is_never_undone_is_freed():
+    layer = torch.nn.Linear(2, 2)
+    swap(layer, "held", len)
+    freed = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert freed() is None
+
+
+def test_threads_share_what_is_replaced():
+    owner, threads = torch.nn.Linear(2, 2), []
+
+    def swap_often():
+        for _ in range(2000):
+            swap(owner, "held", len)()
+
+    for _ in range(8):
+        threads.append(threading.Thread(target=swap_often))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    assert "held" not in vars(owner)
