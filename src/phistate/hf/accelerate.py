@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phistate.hf.corrections import hook_layers
+from phistate.hf.corrections import hand_over
 from phistate.hf.hooks import HOOKS, UNCOVERED, Hook
 from phistate.hf.report import Entry, Report
 from phistate.hf.swap import original_of, swap
@@ -25,8 +25,9 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
     Finds the modules that the classes of ``model``'s layers come from and replaces in them the functions it knows by
     name *and* signature (``torch_chunk_gated_delta_rule``, ``mamba2_chunk_scan``, ``causal_conv1d_fn``, …), wherever
     they are held: the module itself, the class, or a layer's own attribute. What it does not know it does not touch.
-    A replaced function hands tensors that are not on the CPU to the one it replaced. Other models made of the same
-    classes run the replaced functions too.
+    A replaced function hands tensors that are not on the CPU to the one it replaced. The ``forward`` of a layer that
+    knows more than it passes on is replaced by one that hands this over, for as long as the call lasts. Other models
+    made of the same classes run what was replaced too, without the corrections. A call that fails undoes what it did.
 
     Args:
         model: a model, or any part of one.
@@ -48,6 +49,21 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}; takes a torch.nn.Module")
     report = Report(type(model).__name__, native.why_not() or "native")
+    # Whoever gets no report could undo nothing.
+    try:
+        _replace(report, model)
+        if report.replaced:
+            for entry, undo in hand_over(model, correct):
+                report._undo.append(undo)
+                if entry is not None and entry not in report.corrected:
+                    report.corrected.append(entry)
+    except BaseException:
+        report.undo()
+        raise
+    return report
+
+
+def _replace(report: Report, model: nn.Module) -> None:
     replacements: dict[int, Callable[..., Any]] = {}
     for owner, layers in _owners(model).items():
         for name in _known_names(owner):
@@ -62,12 +78,6 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
     if not report.replaced and not report.left:
         why = "none of its classes' modules hold a function that phistate knows"
         report.left.append(Entry(report.model, "-", why))
-    if report.replaced:
-        for entry, undo in hook_layers(model, correct):
-            if entry is not None and entry not in report.corrected:
-                report.corrected.append(entry)
-            report._undo.append(undo)
-    return report
 
 
 def _owners(model: nn.Module) -> dict[ModuleType | type, list[nn.Module]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phistate.hf.handover import HANDOVER
+from phistate.hf.handover import current
 from phistate.hf.packing import packing
 from phistate.ops.backends import native
 from phistate.ops.causal_conv1d import MAX_WIDTH, causal_conv1d, causal_conv1d_step_
@@ -39,7 +39,7 @@ def convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         x = hidden_states.transpose(1, 2)
-        pack = packing(x, cu_seqlens, cu_seq_lens_q, seq_idx) or HANDOVER.pack
+        pack = packing(x, cu_seqlens, cu_seq_lens_q, seq_idx) or current().pack
         if not _fits(x, weight, activation):
             if pack is None:
                 return original(hidden_states, weight, bias, activation)

@@ -1,7 +1,8 @@
-"""Where transformers drops an argument on the way, a hook on the layer hands it over."""
+"""Where transformers drops an argument on the way, a layer's forward hands it over to the functions it calls."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from phistate.hf.handover import HANDOVER
+from phistate.hf.handover import Call, during
 from phistate.hf.packing import packing
 from phistate.hf.report import Entry
 from phistate.hf.swap import swap
@@ -24,33 +25,82 @@ _SSD = (
     "Zamba2MambaMixer",
 )
 _FORWARD = ["self", "hidden_states", "cache", "attention_mask"]
+# Set on a layer whose answers are to be corrected: its class's forward serves layers that are not, too.
+_CORRECT = "_phistate_correct"
+
+_Undo = Callable[[], None]
+_Known = Callable[[Any, Tensor, tuple[Any, ...], dict[str, Any]], Call]
 
 
-def hook_layers(model: nn.Module, correct: bool) -> Iterator[tuple[Entry | None, Callable[[], None]]]:
-    """Hook every layer that needs it; for each what was corrected, if anything, and what undoes it."""
+def hand_over(model: nn.Module, correct: bool) -> Iterator[tuple[Entry | None, _Undo]]:
+    """Let layers hand over what their functions are not told; what each corrects by it, if anything, and its undo."""
     for layer in model.modules():
         names = {cls.__name__: cls for cls in type(layer).__mro__}
         if correct and "MiniMaxLightningAttention" in names:
             yield from _reorder(names["MiniMaxLightningAttention"])
-        if names.keys().isdisjoint((*_SELECTIVE, *_SSD)) or _parameters(layer)[:4] != _FORWARD:
+        owner = _owner(layer)
+        if owner is None:
             continue
-        where, entry = type(layer).__name__, None
-        before: Callable[..., None] = _hand_over_packing
+        where = type(layer).__name__
         if not names.keys().isdisjoint(_SELECTIVE):
-            if correct:
-                before = _hand_over_state
-                entry = Entry(where, "recurrent state", "several tokens after a cache go on from its state")
-        elif correct and (limit := _limit(layer)) != _NO_LIMIT:
-            before = _hand_over_limits
+            known: _Known = _known_to_selective
+            entry = Entry(where, "recurrent state", "several tokens after a cache go on from its state")
+        elif not names.keys().isdisjoint(_SSD) and (limit := _limit(layer)) != _NO_LIMIT:
+            known = _known_to_ssd
             entry = Entry(where, "time_step_limit", f"{limit} holds in the decode step too")
         else:
             continue
-        # A layer that is accelerated twice is hooked twice, which does no harm.
-        handles = (
-            layer.register_forward_pre_hook(before, with_kwargs=True),
-            layer.register_forward_hook(_forget, always_call=True),
-        )
-        yield entry, lambda handles=handles: [handle.remove() for handle in handles]  # type: ignore[misc]
+        yield None, swap(owner, "forward", _handing_over(vars(owner)["forward"], known))
+        if "forward" in vars(layer):
+            # Someone put it there, perhaps around what stood in the class before us.
+            yield None, swap(layer, "forward", functools.partial(_hand_over, known, layer, vars(layer)["forward"]))
+        if correct:
+            yield entry, swap(layer, _CORRECT, True)
+
+
+def _owner(layer: nn.Module) -> type | None:
+    """The class whose forward runs for ``layer``, if its signature is the one known here."""
+    if list(inspect.signature(type(layer).forward).parameters)[:4] != _FORWARD:
+        return None
+    return next(cls for cls in type(layer).__mro__ if "forward" in vars(cls))
+
+
+def _handing_over(forward: Callable[..., Any], known: _Known) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = known(self, hidden_states, args, kwargs)
+        return during(call, forward, self, hidden_states, *args, **kwargs)
+
+    return run
+
+
+def _hand_over(
+    known: _Known, layer: Any, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    return during(known(layer, hidden_states, args, kwargs), forward, hidden_states, *args, **kwargs)
+
+
+def _is_corrected(layer: Any) -> bool:
+    # TorchDynamo notices a change of what getattr gives, and none of what vars holds.
+    return getattr(layer, _CORRECT, False)
+
+
+def _known_to_selective(layer: Any, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    if hidden.shape[1] == 1:
+        return Call()
+    # The layer gives the convolution its packed sequences, and the scan after it nothing.
+    call = Call(pack=packing(hidden, None, kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")))
+    # "cache_params" is what callers before transformers 5.40 may still say.
+    cache = args[0] if args else kwargs.get("cache", kwargs.get("cache_params"))
+    if cache is not None and _is_corrected(layer):
+        state = cache.get_recurrent_state(layer.layer_idx)
+        if state is not None:
+            call.states = list(state.unbind(1)) if state.ndim == 4 else [state]
+    return call
+
+
+def _known_to_ssd(layer: Any, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    return Call(limits=_limit(layer) if _is_corrected(layer) else None)
 
 
 def _reorder(layer: type) -> Iterator[tuple[Entry, Callable[[], None]]]:
@@ -76,37 +126,3 @@ _NO_LIMIT = (0.0, float("inf"))
 
 def _limit(layer: Any) -> tuple[float, float]:
     return tuple(layer.time_step_limit or _NO_LIMIT)
-
-
-def _parameters(layer: nn.Module) -> list[str]:
-    return list(inspect.signature(type(layer).forward).parameters)
-
-
-def _hand_over_packing(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The layer gives the convolution its packed sequences, and the scan after it nothing."""
-    hidden = args[0] if args else kwargs["hidden_states"]
-    if hidden.shape[1] > 1 and ("seq_idx" in kwargs or "cu_seq_lens_q" in kwargs):
-        offsets, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-        HANDOVER.pack = packing(hidden, None, offsets, numbers)
-
-
-def _hand_over_state(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    hidden = args[0] if args else kwargs["hidden_states"]
-    if hidden.shape[1] == 1:
-        return
-    _hand_over_packing(layer, args, kwargs)
-    # "cache_params" is what callers before transformers 5.40 may still say.
-    cache = args[1] if len(args) > 1 else kwargs.get("cache", kwargs.get("cache_params"))
-    if cache is None:
-        return
-    state = cache.get_recurrent_state(layer.layer_idx)
-    if state is not None:
-        HANDOVER.states = list(state.unbind(1)) if state.ndim == 4 else [state]
-
-
-def _hand_over_limits(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    HANDOVER.limits = _limit(layer)
-
-
-def _forget(layer: Any, args: tuple[Any, ...], output: Any) -> None:
-    HANDOVER.states, HANDOVER.limits, HANDOVER.pack = [], None, None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phistate.hf.delta import state_of
-from phistate.hf.handover import HANDOVER, take_state
+from phistate.hf.handover import current
 from phistate.hf.packing import packing
 from phistate.ops.backends import native
 from phistate.ops.mamba2 import mamba2_scan
@@ -40,10 +40,11 @@ def selective(
     """
     x, dt, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
     z = None if z is None else z.transpose(1, 2)
-    kept = take_state()
+    call = current()
+    kept = call.take_state()
     if kept is not None:
         kept = kept.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    pack = HANDOVER.pack
+    pack = call.pack
     if pack is not None:
         x, dt, B, C = (pack.fold(t) for t in (x, dt, B, C))
         z = None if z is None else pack.fold(z)
@@ -148,10 +149,11 @@ def ssd_update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         z: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if HANDOVER.limits is not None:
+        limits = current().limits
+        if limits is not None:
             # No step knows limits, so Δ is made here.
             dt = dt.float() if dt_bias is None else dt.float() + dt_bias
-            dt = (F.softplus(dt) if dt_softplus else dt).clamp(*HANDOVER.limits)
+            dt = (F.softplus(dt) if dt_softplus else dt).clamp(*limits)
             dt_bias, dt_softplus = None, False
         one_rate = A.stride(1) == A.stride(2) == 0
         if no_kernels or torch.is_grad_enabled() or not one_rate or not state.is_contiguous():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -16,14 +18,14 @@ _ABSENT = object()
 class _Hold:
     """What an attribute was and is, and how many accelerated models share that."""
 
-    owner: Any
-    name: str
     original: Any
     new: Any
     count: int = 0
 
 
-_HELD: dict[tuple[int, str], _Hold] = {}
+# Weak, so that a model that is never undone is still freed.
+_HELD: WeakKeyDictionary[Any, dict[str, _Hold]] = WeakKeyDictionary()
+_LOCK = threading.Lock()
 
 
 def original_of(function: Any) -> Any:
@@ -32,27 +34,30 @@ def original_of(function: Any) -> Any:
 
 
 def swapped() -> list[tuple[Any, str, Any]]:
-    """Every attribute that is replaced now: its owner, its name and what stands there."""
-    return [(hold.owner, hold.name, hold.new) for hold in _HELD.values()]
+    """Every function that is replaced now: its owner, its name and what stands there."""
+    held = [(owner, name, hold.new) for owner, holds in _HELD.items() for name, hold in holds.items()]
+    return [(owner, name, new) for owner, name, new in held if original_of(new) is not new]
 
 
 def swap(owner: ModuleType | type | nn.Module, name: str, new: Any) -> Callable[[], None]:
     """Set an attribute and give back what undoes it, which waits until every model that shares it has been undone."""
-    key = (id(owner), name)
-    hold = _HELD.setdefault(key, _Hold(owner, name, original_of(vars(owner).get(name, _ABSENT)), new))
-    hold.count += 1
-    setattr(owner, name, hold.new)
+    with _LOCK:
+        holds = _HELD.setdefault(owner, {})
+        hold = holds.setdefault(name, _Hold(original_of(vars(owner).get(name, _ABSENT)), new))
+        hold.count += 1
+        setattr(owner, name, hold.new)
 
     def undo() -> None:
-        hold.count -= 1
-        if hold.count:
-            return
-        del _HELD[key]
-        # Whoever replaced it again after us keeps what they put there.
-        if vars(owner).get(name) is hold.new:
-            if hold.original is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, hold.original)
+        with _LOCK:
+            hold.count -= 1
+            if hold.count:
+                return
+            del holds[name]
+            # Whoever replaced it again after us keeps what they put there.
+            if vars(owner).get(name) is hold.new:
+                if hold.original is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, hold.original)
 
     return undo
