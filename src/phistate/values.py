@@ -21,10 +21,15 @@ def values(x: Tensor) -> Tensor | None:
     """
     if torch.compiler.is_compiling():
         return None
+    x = unwrapped(x).detach()  # which a fake mode turns into a fake tensor
+    return x if has_numbers(x) else None
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """``x`` without what :mod:`torch.func` wraps around it, as around all that is computed inside a transform."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
-    x = x.detach()  # which a fake mode turns into a fake tensor
-    return x if has_numbers(x) else None
+    return x
 
 
 def has_numbers(x: Tensor) -> bool:

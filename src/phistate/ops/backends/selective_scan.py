@@ -183,7 +183,9 @@ def _backward(ctx: Any, d_y: Tensor, d_h: Tensor, _: Tensor) -> tuple[Tensor | N
     if torch.is_grad_enabled():  # create_graph=True: what is computed here will be differentiated
         *inputs, mask, cu_seqlens = tensors
         found = derivatives.gradients(
-            lambda *given: torch_scan.selective_scan(*given[:-1], ctx.softplus, given[-1], mask, cu_seqlens),
+            lambda x, delta, a, b, c, d, z, bias, h: torch_scan.selective_scan(
+                x, delta, a, b, c, d, z, bias, ctx.softplus, h, mask, cu_seqlens
+            ),
             inputs,
             ctx.needs_input_grad[:9],
             (d_y, d_h),
