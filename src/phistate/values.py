@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 import torch
@@ -23,6 +24,12 @@ def values(x: Tensor) -> Tensor | None:
         return None
     x = unwrapped(x).detach()  # which a fake mode turns into a fake tensor
     return x if has_numbers(x) else None
+
+
+def content(x: Tensor) -> bytes:
+    """The bytes of a dense ``x`` in memory, inside a transform too, where ``x.numpy()`` is not to be had."""
+    x = unwrapped(x)
+    return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
 def unwrapped(x: Tensor) -> Tensor:

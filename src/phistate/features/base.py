@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from phistate.values import has_numbers, unwrapped
+from phistate.values import content, has_numbers
 
 Side = Literal["query", "key"]
 """Which of the two sides a map is asked for."""
@@ -90,7 +90,7 @@ class FeatureMap(nn.Module, ABC):
             if has_numbers(tensor):
                 # As float64, which holds every narrower value exactly: a map moved to float64 is the same map.
                 wide = tensor.detach().to("cpu", torch.float64).contiguous()
-                digest.update(unwrapped(wide).numpy().tobytes())
+                digest.update(content(wide))
         result = digest.hexdigest()[:16]
         self._printed = (versions, result)
         return result
