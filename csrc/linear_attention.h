@@ -199,14 +199,16 @@ struct Tokens {
 // A chunk's log-decays [Max, ld] become rates, and `keep` [ld] what it keeps of the state before it (kept.h).
 template <int Max>
 inline void exponentiate(float* rate, ptrdiff_t ld, float* keep, float* rounding) {
-    for (ptrdiff_t c = 0; c < ld; c += L) {
-        F total = zero(), lost = load(rounding + c);
-        for (ptrdiff_t i = c; i < Max * ld; i += ld) {
-            const F x = load(rate + i);
-            total += x;
-            store(rate + i, exp(x));
+    memset(keep, 0, ld * sizeof(float));
+    for (int t = 0; t < Max; ++t, rate += ld)
+        for (ptrdiff_t c = 0; c < ld; c += L) {
+            const F x = load(rate + c);
+            store(keep + c, load(keep + c) + x);
+            store(rate + c, exp(x));
         }
-        store(keep + c, kept(total, lost));
+    for (ptrdiff_t c = 0; c < ld; c += L) {
+        F lost = load(rounding + c);
+        store(keep + c, kept(load(keep + c), lost));
         store(rounding + c, lost);
     }
 }

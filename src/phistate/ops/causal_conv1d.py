@@ -152,14 +152,13 @@ def causal_conv1d_step_(
     kept = state.shape[2] if isinstance(state, Tensor) and state.ndim == 3 else 0
     check_state(state, "[B,C,W-1 or more]", (*x.shape, max(kept, width - 1)), x)
     check_no_gradient(state, x, weight, bias)
-    with torch.no_grad():
-        if use_native(backend, cpu.reasons_against(x, weight, bias, state)):
-            y = cpu.step_(state, x, weight, bias, activation == "silu")
-            overwritten(state)
-            return y
-        past = state[..., kept - width + 1 :].to(x.dtype)
-        y, _ = torch_scan.causal_conv1d(x.unsqueeze(1), weight, bias, activation == "silu", past, None, None)
-        state.copy_(torch.cat([state[..., 1:], x.unsqueeze(-1).to(state.dtype)], -1))
+    if use_native(backend, cpu.reasons_against(x, weight, bias, state)):
+        y = cpu.step_(state, x, weight, bias, activation == "silu")
+        overwritten(state)
+        return y
+    past = state[..., kept - width + 1 :].to(x.dtype)
+    y, _ = torch_scan.causal_conv1d(x.unsqueeze(1), weight, bias, activation == "silu", past, None, None)
+    state.copy_(torch.cat([state[..., 1:], x.unsqueeze(-1).to(state.dtype)], -1))
     return y.squeeze(1)
 
 

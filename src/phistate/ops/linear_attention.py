@@ -346,7 +346,6 @@ def linear_attention_step_(
         s=state.s,
         z=state.z,
     )
-    with torch.no_grad():
-        o = choose(call, backend).step_(call)
-        state.tokens.add_(1)
+    o = choose(call, backend).step_(call)
+    state.tokens.add_(1)
     return o

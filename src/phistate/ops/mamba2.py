@@ -133,8 +133,11 @@ def mamba2_scan(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     step = _step_sizes(dt, dt_bias, dt_softplus, dt_limit, wide)
     decay = step * A.to(wide)
-    check_log("A", A)
-    check_log("dt", decay, "Δ·A")
+    try:
+        check_log("dt", decay, "Δ·A")
+    except ValueError:
+        check_log("A", A)  # whose fault it may be
+        raise
     # Where B or C is wider than x, all are: rounding them to x's type would lose what they came with.
     one = x.dtype if B.dtype == C.dtype == x.dtype else wide
     y, state = linear_attention(
@@ -211,27 +214,26 @@ def mamba2_step_(
     N = B.shape[-1]
     check_state(state, "[B,H,P,N]", (rows, heads, P, N), x)
     check_no_gradient(state, x, dt, A, B, C, D, z, dt_bias)
-    with torch.no_grad():
-        native = use_native(backend, cpu.reasons_against(x, dt, A, B, C, D, z, dt_bias, state))
-        if native and state.stride(3) == 1 and state.stride(1) == P * state.stride(2):
-            flat = state.flatten(1, 2)
-            rate = A.float().unsqueeze(1).expand(heads, N)
-            skip = D if D is None else (D.repeat_interleave(P) if D.ndim == 1 else D.flatten())
-            inputs = (x.flatten(1), dt, rate, B, C, skip, None if z is None else z.flatten(1), dt_bias)
-            y = cpu.step_(flat, *inputs, dt_softplus, P, dt_limit).unflatten(1, (heads, P))
-            overwritten(state)
-            return y
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        step = _step_sizes(dt, dt_bias, dt_softplus, dt_limit, wide)
-        write, read = (t.repeat_interleave(heads // t.shape[1], 1).to(wide).unsqueeze(2) for t in (B, C))
-        held = state.to(wide) * (step * A.to(wide)).exp()[..., None, None]
-        held = held + (step.unsqueeze(-1) * x.to(wide)).unsqueeze(-1) * write
-        y = (held * read).sum(-1)
-        if D is not None:
-            y = y + (D.unsqueeze(-1) if D.ndim == 1 else D).to(wide) * x.to(wide)
-        if z is not None:
-            y = y * F.silu(z.to(wide))
-        state.copy_(held)
+    native = use_native(backend, cpu.reasons_against(x, dt, A, B, C, D, z, dt_bias, state))
+    if native and state.stride(3) == 1 and state.stride(1) == P * state.stride(2):
+        flat = state.flatten(1, 2)
+        rate = A.float().unsqueeze(1).expand(heads, N)
+        skip = D if D is None else (D.repeat_interleave(P) if D.ndim == 1 else D.flatten())
+        inputs = (x.flatten(1), dt, rate, B, C, skip, None if z is None else z.flatten(1), dt_bias)
+        y = cpu.step_(flat, *inputs, dt_softplus, P, dt_limit).unflatten(1, (heads, P))
+        overwritten(state)
+        return y
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    step = _step_sizes(dt, dt_bias, dt_softplus, dt_limit, wide)
+    write, read = (t.repeat_interleave(heads // t.shape[1], 1).to(wide).unsqueeze(2) for t in (B, C))
+    held = state.to(wide) * (step * A.to(wide)).exp()[..., None, None]
+    held = held + (step.unsqueeze(-1) * x.to(wide)).unsqueeze(-1) * write
+    y = (held * read).sum(-1)
+    if D is not None:
+        y = y + (D.unsqueeze(-1) if D.ndim == 1 else D).to(wide) * x.to(wide)
+    if z is not None:
+        y = y * F.silu(z.to(wide))
+    state.copy_(held)
     return y.to(x.dtype)
 
 

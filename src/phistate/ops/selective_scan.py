@@ -184,18 +184,17 @@ def selective_scan_step_(
     _check(x, delta, A, B, C, D, z, delta_bias)
     check_state(state, "[B,D,N]", (x.shape[0], *A.shape), x)
     check_no_gradient(state, x, delta, A, B, C, D, z, delta_bias)
-    with torch.no_grad():
-        if use_native(backend, cpu.reasons_against(x, delta, A, B, C, D, z, delta_bias, state)):
-            y = cpu.step_(state, x, delta, A, B, C, D, z, delta_bias, delta_softplus)
-            overwritten(state)
-            return y
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        one, steps, write, read = (t.unsqueeze(1) for t in (x, delta, B, C))
-        gate = None if z is None else z.unsqueeze(1)
-        y, h = torch_scan.selective_scan(
-            one, steps, A, write, read, D, gate, delta_bias, delta_softplus, state.to(wide), None, None
-        )
-        state.copy_(h)
+    if use_native(backend, cpu.reasons_against(x, delta, A, B, C, D, z, delta_bias, state)):
+        y = cpu.step_(state, x, delta, A, B, C, D, z, delta_bias, delta_softplus)
+        overwritten(state)
+        return y
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    one, steps, write, read = (t.unsqueeze(1) for t in (x, delta, B, C))
+    gate = None if z is None else z.unsqueeze(1)
+    y, h = torch_scan.selective_scan(
+        one, steps, A, write, read, D, gate, delta_bias, delta_softplus, state.to(wide), None, None
+    )
+    state.copy_(h)
     return y.squeeze(1)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from phistate.ops.backends import abi, derivatives, native, torch_scan
 from phistate.ops.backends.abi import address, layout, series
 from phistate.ops.backends.selective_scan import offsets, readable, reasons_against
-from phistate.values import has_numbers, transformed
+from phistate.values import has_numbers
 
 __all__ = ["convolve", "reasons_against", "step_"]
 
@@ -169,5 +169,5 @@ def convolve(
 
 def step_(state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """One token of a checked call."""
-    run = torch.ops.phistate.causal_conv1d_step_ if transformed(state, x) or not has_numbers(x) else _step
+    run = torch.ops.phistate.causal_conv1d_step_ if torch.compiler.is_compiling() or not has_numbers(x) else _step
     return run(state, x, weight.float(), None if bias is None else bias.float(), silu)

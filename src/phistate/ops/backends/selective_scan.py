@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phistate.ops.backends import abi, derivatives, native, torch_scan
 from phistate.ops.backends.abi import address, layout, series
-from phistate.values import has_numbers, transformed
+from phistate.values import has_numbers
 
 _HEAD = "bytes layout channels groups states softplus x delta z b c a d bias h0"
 _FORWARD = abi.form(abi.Selective, f"{_HEAD} y h checkpoints")
@@ -302,5 +302,5 @@ def step_(
     rate = A.float()
     skip, bias = (None if t is None else t.float() for t in (D, delta_bias))
     # What torch cannot see through is for its dispatcher; calling past it costs a decode step a fifth less.
-    run = torch.ops.phistate.selective_scan_step_ if transformed(state, x) or not has_numbers(x) else _step
+    run = torch.ops.phistate.selective_scan_step_ if torch.compiler.is_compiling() or not has_numbers(x) else _step
     return run(state, x, delta, rate, B, C, skip, z, bias, delta_softplus, repeat, *limits)
