@@ -277,6 +277,24 @@ def test_opcheck_of_log_features():
     )
 
 
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("offsets", [[1, 40], [0, 30, 20, 40], [0, 41], [0, 39]], ids=str)
+def test_kernels_read_no_offsets_that_do_not_fit(delta, offsets):
+    """Compiled code asserts offsets beside the operator, not before it."""
+    q, k, v = torch.rand(3, 1, 40, 2, 8).unbind()
+    packed = torch.tensor(offsets)
+    options = (0.5, False, True, delta, False, None, 0.0)
+    run = torch.ops.phistate.linear_attention.default
+    with pytest.raises(RuntimeError, match="cu_seqlens: takes offsets from 0 to T that never decrease"):
+        run(q, k, v, None, None, None, None, None, packed, *options, False)
+    o, s, z, kept, denominators = run(q, k, v, None, None, None, None, None, None, *options, True)
+    with pytest.raises(RuntimeError, match="cu_seqlens: takes offsets from 0 to T that never decrease"):
+        torch.ops.phistate.linear_attention_backward.default(
+            *(q, k, v, None, None, None, None, None, packed, *options),
+            *(o, None, None, o, s, z, kept, denominators, False, False, False, False),
+        )
+
+
 def test_compiles_without_a_break():
     def loss(q, k, v, decay):
         return linear_attention(q, k, v, decay=decay, normalize=True, backend="cpu").square().sum()

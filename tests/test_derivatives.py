@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 
 import phistate
 from phistate import State, linear_attention
+from phistate.hf.diagonal import diagonal_scan
 from phistate.ops.backends import native
 from tests.conformance import EVERY_MIXER, make_case
 
@@ -254,3 +255,33 @@ def test_second_derivatives_of_masked_and_packed(masked, packed):
     tensors = list(case.tensors.values())
     for i, (got, want) in enumerate(zip(penalty(tensors), penalty(wide(tensors)), strict=True)):
         near(got, want, f"input {i}")
+
+
+def test_a_diagonal_recurrence():
+    """RecurrentGemma's, whose derivatives are itself again; a reset (a = 0) is no exception."""
+
+    def exact(a, x, h):
+        rows = []
+        for t in range(x.shape[1]):
+            h = a[:, t] * h + x[:, t]
+            rows.append(h)
+        return torch.stack(rows, 1), h
+
+    a, x, h = torch.rand(2, 9, 3), torch.randn(2, 9, 3), torch.randn(2, 3)
+    a[:, 4] = 0.0
+    a[:, 6] = 1.0
+    given = (a, x, h)
+
+    def penalty(run, tensors):
+        tensors = [t.detach().requires_grad_() for t in tensors]
+        first = torch.autograd.grad(loss(run(*tensors)), tensors, create_graph=True)
+        return torch.autograd.grad(sum(g.double().square().sum() for g in first), tensors)
+
+    for transform in (
+        penalty,
+        lambda run, t: torch.func.jvp(run, tuple(t), tuple(t))[1],
+        lambda run, t: torch.func.grad(lambda *t: loss(run(*t)), argnums=(0, 1, 2))(*t),
+        lambda run, t: torch.vmap(run)(*(s.unsqueeze(1) for s in t)),
+    ):
+        for got, want in zip(transform(diagonal_scan, given), transform(exact, wide(given)), strict=True):
+            near(got, want, "derivative")

@@ -82,6 +82,17 @@ class TestShapes:
 
         assert shapes(without(kind, tensors, call)) == shapes(call(*tensors))
 
+    def test_of_the_other_steps(self, kind, backend):
+        x, dt, A = torch.randn(1, 4, 3), torch.rand(1, 4), -torch.rand(4)
+        B, C = torch.randn(2, 1, 2, 5).unbind()
+        for step, tensors in (
+            (phistate.mamba2_step_, (torch.zeros(1, 4, 3, 5), x, dt, A, B, C)),
+            (phistate.selective_scan_step_, (torch.zeros(1, 4, 5), dt, dt, -torch.rand(4, 5), B, C)),
+            (phistate.causal_conv1d_step_, (torch.zeros(1, 4, 2), dt, torch.rand(4, 3))),
+        ):
+            call = lambda *t: step(*t, backend=backend)  # noqa: B023, E731 - called before the loop goes on
+            assert shapes(without(kind, tensors, call)) == shapes(call(*tensors))
+
 
 def test_offsets_without_values_do_not_pack_values():
     q, k, v, _, offsets = arguments(True, False)

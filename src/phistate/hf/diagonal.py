@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from phistate.ops.selective_scan import selective_scan
 
@@ -45,22 +44,41 @@ def diagonal_scan(a: Tensor, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _DiagonalScan(torch.autograd.Function):
-    """Its gradient is the same recurrence backwards: G_t = g_t + a_{t+1} G_{t+1}, dx = G, da_t = G_t h_{t-1}."""
+    """Its derivatives are the same recurrence again, so those of any order are.
+
+    Reverse, backwards in time: G_t = g_t + a_{t+1} G_{t+1}, dx = G, da_t = G_t h_{t-1}. Forward, with ȧ, ẋ, ḣ the
+    tangents: ḣ_t = a_t ḣ_{t-1} + (ȧ_t h_{t-1} + ẋ_t).
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: FunctionCtx, a: Tensor, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        y, last = _scan(a, x, h)
+    def forward(a: Tensor, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return _scan(a, x, h)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        (a, _, h), (y, _) = inputs, output
         ctx.save_for_backward(a, y, h)
-        return y, last
+        ctx.save_for_forward(a, y, h)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, y, h = ctx.saved_tensors
         following = torch.cat([torch.ones_like(a[:, :1]), a.flip(1)[:, :-1]], 1)
-        G, _ = _scan(following, dy.flip(1), dlast)
+        G, _ = diagonal_scan(following, dy.flip(1), dlast)
         G = G.flip(1)
-        before = torch.cat([h.unsqueeze(1), y[:, :-1]], 1)
-        return G * before, G, G[:, 0] * a[:, 0]
+        return G * _before(y, h), G, G[:, 0] * a[:, 0]
+
+    @staticmethod
+    def jvp(ctx: Any, da: Tensor, dx: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+        a, y, h = ctx.saved_tensors
+        return diagonal_scan(a, da * _before(y, h) + dx, dh)
+
+
+def _before(y: Tensor, h: Tensor) -> Tensor:
+    """h_{t-1} of each step."""
+    return torch.cat([h.unsqueeze(1), y[:, :-1]], 1)
 
 
 def _scan(a: Tensor, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
