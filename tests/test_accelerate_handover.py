@@ -232,14 +232,17 @@ def test_a_compiled_layer_keeps_its_limits(name, dynamic, compiled):
         assert current() == Call()
 
 
-@pytest.mark.parametrize("name, dynamic, given", [("zamba", True, packed()[2]), ("mamba2", None, packed()[1])])
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    "name, dynamic, given", [("zamba", True, packed()[2]), ("mamba2", None, packed()[1]), ("bamba", True, packed()[2])]
+)
 @torch.no_grad()
-def test_a_layer_compiled_in_parts_keeps_sequences_apart(name, dynamic, given, compiled):
+def test_a_compiled_layer_keeps_sequences_apart(name, dynamic, given, fullgraph, compiled):
     net = model(name)
     layer, x = mixers(net), hidden(1, sum(PIECES))
     whole, apart = layer(x), alone(layer, x)
     with accelerate(net):
-        run = compiled(layer, dynamic=dynamic)
+        run = compiled(layer, dynamic=dynamic, fullgraph=fullgraph)
         assert_close(run(x, **given), apart)
         assert_close(run(x), whole)
 
