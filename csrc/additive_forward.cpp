@@ -150,11 +150,12 @@ struct Unit {
             float* row = scores + t * C;
             const float* from = products + t * C;
             const int64_t diagonal = t / L;
-            for (int64_t c = 0; c <= diagonal; ++c) {
+            const auto weighted = [&](int64_t c) {
                 const F x = load(from + c * L);
-                store(row + c * L, weighed ? x * load(between + t * C + c * L) : x);
-            }
-            store(row + diagonal * L, first_lanes(load(row + diagonal * L), t % L + 1));
+                return weighed ? x * load(between + t * C + c * L) : x;
+            };
+            for (int64_t c = 0; c < diagonal; ++c) store(row + c * L, weighted(c));
+            store(row + diagonal * L, first_lanes(weighted(diagonal), t % L + 1));
             // A block of rows reads its triangle's columns up to its last row.
             for (int64_t c = diagonal + 1; c * L < least<int64_t>(C, t + kRows); ++c) store(row + c * L, zero());
         }
@@ -166,7 +167,7 @@ struct Unit {
         const float* queries = vector() ? decayed.queries_since_start() : q;
         const Out to{out, vp, nullptr, 0, gain};
         if (call.causal)
-            causal_read(rows, vectors(width), key_dim, {queries, kp, 1}, {s, sv}, {scores, C, 1}, {v, vp}, to, &ahead);
+            causal_read(rows, vectors(width), key_dim, {queries, kp, 1}, {s, sv}, {scores, C, 1}, {v, vp}, to, &ahead, &ahead);
         else
             product<float>(rows, vectors(width), key_dim, {queries, kp, 1}, {s, sv}, to, Part::All, &ahead);
         if (logs() && !call.normalize) {

@@ -145,7 +145,7 @@ struct Forward {
         for (int64_t reader = 0; reader < readers; ++reader) {
             const float* q = (vector() ? read_queries : queries) + reader * C * kp;
             causal_read(rows, n, key_dim, {q, kp, 1}, {s, kStrip}, {p + reader * C * C, C, 1}, {values, kStrip},
-                        {out, kStrip, nullptr, 0, vector() ? nullptr : since}, &ahead);
+                        {out, kStrip, nullptr, 0, vector() ? nullptr : since}, &ahead, nullptr);
             float* below = denominators + reader * C;
             if (columns.skip(i))
                 for (int64_t t = 0; t < rows; ++t) {

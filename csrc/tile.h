@@ -10,8 +10,6 @@
 
 #include <stddef.h>
 
-#include <initializer_list>
-
 #include "vec.h"
 
 namespace PHISTATE_NS {
@@ -198,16 +196,21 @@ inline bool finite(const float* row, int64_t n) {
     return sum(total) == 0.0f;
 }
 
+// What causal_read() gives, one row of the triangle after the other.
+__attribute__((noinline, cold)) inline void read_by_rows(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t k, Left<float> left, Right<float> state,
+                                                         Left<float> lower, Right<float> values, Out out) {
+    product<float>(rows, n, k, left, state, out);
+    product<float>(rows, n, rows, lower, values, {out.data, out.row, &kOne}, Part::LowerRows);
+}
+
 // out = gain·(left·state) + lower·values, n vectors: what each token of a chunk reads of the past and of the chunk. A
 // value that is no number must reach no token before it, and a block of rows multiplies those above the diagonal by
 // zero. It always shows in the last row, which sums over all of them; then the triangle is walked row by row.
-inline void causal_read(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t k, Left<float> left, Right<float> state, Left<float> lower, Right<float> values,
-                        Out out, Ahead* ahead) {
-    for (Part part : {Part::LowerIn, Part::LowerRows}) {
-        product<float>(rows, n, k, left, state, out, Part::All, ahead);
-        product<float>(rows, n, rows, lower, values, {out.data, out.row, &kOne}, part, ahead);
-        if (finite(out.data + (rows - 1) * out.row, n)) break;
-    }
+PHISTATE_INLINE void causal_read(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t k, Left<float> left, Right<float> state, Left<float> lower,
+                                 Right<float> values, Out out, Ahead* ahead, Ahead* ahead_below) {
+    product<float>(rows, n, k, left, state, out, Part::All, ahead);
+    product<float>(rows, n, rows, lower, values, {out.data, out.row, &kOne}, Part::LowerIn, ahead_below);
+    if (!finite(out.data + (rows - 1) * out.row, n)) read_by_rows(rows, n, k, left, state, lower, values, out);
 }
 
 }  // namespace PHISTATE_NS

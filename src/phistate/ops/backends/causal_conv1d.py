@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phistate.ops.backends import abi, derivatives, native, torch_scan
 from phistate.ops.backends.abi import address, layout, series
-from phistate.ops.backends.selective_scan import offsets, readable, reasons_against
+from phistate.ops.backends.selective_scan import readable, reasons_against
 from phistate.values import has_numbers
 
 __all__ = ["convolve", "reasons_against", "step_"]
@@ -162,9 +162,9 @@ def convolve(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """y and the final state of a checked call."""
+    """y and the final state of a checked call, ``cu_seqlens`` int64 and dense in memory."""
     taps, shift = weight.float(), None if bias is None else bias.float()
-    return torch.ops.phistate.causal_conv1d(x, taps, shift, initial_state, mask, offsets(cu_seqlens), silu)
+    return torch.ops.phistate.causal_conv1d(x, taps, shift, initial_state, mask, cu_seqlens, silu)
 
 
 def step_(state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:

@@ -55,11 +55,6 @@ def readable(gradient: Tensor) -> Tensor:
     return gradient if 1 in gradient.stride()[1:] else gradient.contiguous()
 
 
-def offsets(cu_seqlens: Tensor | None) -> Tensor | None:
-    """Packed offsets as the kernels read them."""
-    return None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
-
-
 def _groups(b: Tensor) -> int:
     return b.shape[2] if b.ndim == 4 else 1
 
@@ -274,13 +269,13 @@ def scan(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """y and the final state of a checked call."""
+    """y and the final state of a checked call, ``cu_seqlens`` int64 and dense in memory."""
     # What is small is widened here, under autograd; what is large, in the kernel.
     rate = A.float()
     skip, bias = (None if t is None else t.float() for t in (D, delta_bias))
     inputs = (x, delta, rate, B, C, skip, z, bias, initial_state)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    y, h, _ = torch.ops.phistate.selective_scan(*inputs, mask, offsets(cu_seqlens), delta_softplus, keep)
+    y, h, _ = torch.ops.phistate.selective_scan(*inputs, mask, cu_seqlens, delta_softplus, keep)
     return y, h
 
 
