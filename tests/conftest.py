@@ -1,5 +1,6 @@
 """Settings every test runs under."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,6 +35,7 @@ def poisoned_allocations():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    np.random.seed(0)  # what a scikit-learn estimator draws from without a random_state
 
 
 @pytest.fixture(autouse=True)
