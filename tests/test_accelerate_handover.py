@@ -19,9 +19,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import DynamicCache
 
 from phistate.bench.families import family_config, random_model
+from phistate.compat.swap import swap
 from phistate.hf import accelerate
 from phistate.hf.handover import Call, current
-from phistate.hf.swap import swap
 from tests.test_accelerate import PIECES, SIZE, assert_close, continued, logits, mixers, model, packed, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

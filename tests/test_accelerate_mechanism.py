@@ -12,9 +12,9 @@ from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from phistate.compat.diagonal import diagonal_scan
+from phistate.compat.packing import packing
 from phistate.hf import accelerate
-from phistate.hf.diagonal import diagonal_scan
-from phistate.hf.packing import packing
 from tests.test_accelerate import SIZE, assert_close, continued, logits, mixers, model, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

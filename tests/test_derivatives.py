@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 import phistate
 from phistate import State, linear_attention
-from phistate.hf.diagonal import diagonal_scan
+from phistate.compat.diagonal import diagonal_scan
 from phistate.ops.backends import native
 from tests.conformance import EVERY_MIXER, make_case
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from phistate.bench.families import FAMILIES, Size, family_config, random_model
+from phistate.compat.swap import swapped
 from phistate.hf import accelerate
-from phistate.hf.swap import swapped
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
+from phistate.compat.functions import replacement, signature_of
+from phistate.compat.report import Entry, Report
+from phistate.compat.swap import original_of, swap
 from phistate.hf.corrections import hand_over
-from phistate.hf.hooks import HOOKS, UNCOVERED, Hook
-from phistate.hf.report import Entry, Report
-from phistate.hf.swap import original_of, swap
+from phistate.hf.hooks import HOOKS, UNCOVERED
 from phistate.ops.backends import native
 
 
@@ -134,29 +132,3 @@ def _visit(
     report._undo.append(swap(owner, attribute, new))
     replacements[id(original)] = new
     report.replaced.append(Entry(where, attribute, hook.what))
-
-
-def signature_of(function: Callable[..., Any]) -> str:
-    """A function's parameters and defaults, without annotations, as :class:`~phistate.hf.hooks.Hook` writes them."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return "unknown"
-    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    return str(inspect.Signature(plain))[1:-1]
-
-
-def replacement(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """``hook``'s function under the name of ``original``, to which tensors that are not on the CPU still go."""
-    native, index = hook.native(original), hook.tensor
-    name = hook.signature.split(", ")[index]
-
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        first = args[index] if len(args) > index else kwargs[name]
-        if first.device.type != "cpu" or torch.compiler.is_exporting():
-            return original(*args, **kwargs)
-        return native(*args, **kwargs)
-
-    run._phistate_replaces = original  # type: ignore[attr-defined]
-    return run

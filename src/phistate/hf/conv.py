@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phistate.compat.packing import packing
 from phistate.hf.handover import current
-from phistate.hf.packing import packing
 from phistate.ops.backends import native
 from phistate.ops.causal_conv1d import MAX_WIDTH, causal_conv1d, causal_conv1d_step_
 

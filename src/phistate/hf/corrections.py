@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from phistate.compat.packing import packing
+from phistate.compat.report import Entry
+from phistate.compat.swap import swap
 from phistate.hf.handover import Call, during
-from phistate.hf.packing import packing
-from phistate.hf.report import Entry
-from phistate.hf.swap import swap
 
 _SELECTIVE = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer")
 _SSD = (

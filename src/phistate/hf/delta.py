@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phistate.hf.packing import packing
+from phistate.compat.packing import packing
+from phistate.compat.states import state_of
 from phistate.ops.backends import native
 from phistate.ops.linear_attention import linear_attention, linear_attention_step_
-from phistate.ops.state import State
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -91,9 +91,3 @@ def delta_rule_steps(original: Callable[..., Result]) -> Callable[..., Result]:
         return out, state.s
 
     return steps
-
-
-def state_of(s: Tensor, like: Tensor) -> State:
-    """A tensor that a cache kept, as the State an op on ``like`` goes on from."""
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return State(s=s.to(wide), tokens=torch.zeros(s.shape[0], dtype=torch.int64, device=s.device))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phistate.hf.packing import Packing
+from phistate.compat.packing import Packing
 
 
 @dataclass

@@ -6,29 +6,9 @@ Checked against transformers 5.24. A name whose signature differs is another fun
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
+from phistate.compat.functions import Function, Hook
 from phistate.hf import conv, delta, diagonal, lightning, mamba
-
-Function = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Hook:
-    """How to replace one function.
-
-    Args:
-        signature: its parameters and defaults, without annotations.
-        what: what stands there afterwards, in the report's words.
-        native: makes the replacement from the function it replaces (which it may hand odd cases to).
-        tensor: which parameter is a tensor, whose device decides who runs a call.
-    """
-
-    signature: str
-    what: str
-    native: Callable[[Function], Function]
-    tensor: int = 0
 
 
 def _always(function: Function) -> Callable[[Function], Function]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phistate.hf.delta import state_of
-from phistate.hf.packing import packing
+from phistate.compat.packing import packing
+from phistate.compat.states import state_of
 from phistate.ops.linear_attention import linear_attention
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phistate.hf.delta import state_of
+from phistate.compat.packing import packing
+from phistate.compat.states import state_of
 from phistate.hf.handover import current
-from phistate.hf.packing import packing
 from phistate.ops.backends import native
 from phistate.ops.mamba2 import mamba2_scan
 from phistate.ops.selective_scan import selective_scan, selective_scan_step_

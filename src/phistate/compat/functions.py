@@ -1,0 +1,61 @@
+"""A function of another library and what stands in its place, which hands back what is not for the CPU."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """How to replace one function.
+
+    Args:
+        signature: its parameters and defaults, without annotations.
+        what: what stands there afterwards, in the report's words.
+        native: makes the replacement from the function it replaces (which it may hand odd cases to).
+        tensor: which parameter is a tensor, whose device decides who runs a call.
+    """
+
+    signature: str
+    what: str
+    native: Callable[[Function], Function]
+    tensor: int = 0
+
+
+def signature_of(function: Function) -> str:
+    """A function's parameters and defaults, without annotations, as :class:`Hook` writes them.
+
+    >>> def scan(x: int, *, scale: float = 1.0) -> int: ...
+    >>> signature_of(scan)
+    'x, *, scale=1.0'
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return "unknown"
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(plain))[1:-1]
+
+
+def replacement(original: Function, hook: Hook) -> Function:
+    """``hook``'s function under the name of ``original``, to which tensors that are not on the CPU still go."""
+    native, index = hook.native(original), hook.tensor
+    name = [part for part in hook.signature.split(", ") if part != "*"][index].partition("=")[0]
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = args[index] if len(args) > index else kwargs[name]
+        if first.device.type != "cpu" or torch.compiler.is_exporting():
+            return original(*args, **kwargs)
+        return native(*args, **kwargs)
+
+    run._phistate_replaces = original  # type: ignore[attr-defined]
+    return run
