@@ -1,0 +1,1 @@
+"""flash-linear-attention on a CPU."""
