@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from phistate.compat.fla import layers, modules, registry
 from phistate.compat.fla.ops import OPS
-from phistate.compat.functions import Hook, hook_of, replacement, signature_of
+from phistate.compat.functions import Function, Hook, hook_of, replacement, signature_of
 from phistate.compat.report import Entry, Report
 from phistate.compat.swap import original_of, swap
 
@@ -32,13 +32,16 @@ class _Found:
     new: Any
 
 
-def patch(report: Report, named: set[str] | None = None) -> None:
+def patch(report: Report, named: Collection[str] | None = None) -> dict[int, Function]:
     """Replace what is known of the installed fla; how to undo it goes to ``report``.
 
     Args:
         report: told what was replaced and what was left.
         named: modules whose replaced functions the report names one by one, the others being counted; None: each
             function once, where fla defines it.
+
+    Returns:
+        By the id of a function that was replaced, what stands in its place: a layer may hold one itself.
 
     Raises:
         ImportError: fla cannot be imported here.
@@ -65,6 +68,9 @@ def patch(report: Report, named: set[str] | None = None) -> None:
     _everywhere(report, found, named)
     for module, names in _supplied():
         _supply(report, module, names, named)
+    for module in named or ():
+        _tell_what_is_left(report, sys.modules[module], found)
+    return {id(function.original): function.new for function in found}
 
 
 def _hooks() -> Iterator[tuple[str, str, Hook]]:
@@ -102,7 +108,7 @@ def _find(report: Report, module: str, name: str, hook: Hook) -> _Found | None:
     return _Found(hook.what, present, original, new)
 
 
-def _everywhere(report: Report, found: list[_Found], named: set[str] | None) -> None:
+def _everywhere(report: Report, found: list[_Found], named: Collection[str] | None) -> None:
     """Put each function's replacement wherever a loaded module holds it, by itself or in a table such as ACT2FN."""
     known = {id(held): function for function in found for held in (function.present, function.original)}
     tables: dict[int, dict[Any, Any]] = {}
@@ -134,7 +140,7 @@ def _supplied() -> Iterator[tuple[str, Mapping[str, Callable[..., Any]]]]:
     yield from modules.ABSENT.items()
 
 
-def _supply(report: Report, module: str, names: Mapping[str, Callable[..., Any]], named: set[str] | None) -> None:
+def _supply(report: Report, module: str, names: Mapping[str, Callable[..., Any]], named: Collection[str] | None) -> None:
     """Fill in functions of other packages (mamba_ssm, flash_attn) which a module of fla's looked for."""
     try:
         owner = importlib.import_module(module)
@@ -151,3 +157,25 @@ def _supply(report: Report, module: str, names: Mapping[str, Callable[..., Any]]
         report._undo.append(swap(owner, name, new))
         if named is None or module in named:
             report.replaced.append(Entry(module, name, hook.what))
+
+
+# Layers that run, and what is known of them.
+_KNOWN_FAULTS = {
+    "fla.layers.mom": Entry(
+        "fla.layers.mom", "MomAttention", "runs, but its answers with a cache are not those without: fla's own fault"
+    ),
+}
+
+
+def _tell_what_is_left(report: Report, module: ModuleType, found: list[_Found]) -> None:
+    """Kernels that a module of layers calls and phistate has nothing for."""
+    known = {id(held) for function in found for held in (function.original, function.new)}
+    if module.__name__ in _KNOWN_FAULTS:
+        report.left.append(_KNOWN_FAULTS[module.__name__])
+    if not module.__name__.startswith("fla.layers."):
+        return
+    for name, value in vars(module).items():
+        home = str(getattr(value, "__module__", ""))
+        kernel = callable(value) and home.startswith("fla.ops.") and not home.startswith("fla.ops.utils")
+        if kernel and id(value) not in known and not registry.holds(name):
+            report.left.append(Entry(module.__name__, name, "a kernel for GPUs that phistate has nothing for"))

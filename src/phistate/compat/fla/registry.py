@@ -51,6 +51,11 @@ def register(report: Report, module: str, name: str, original: Callable[..., Any
     return True
 
 
+def holds(name: str) -> bool:
+    """Whether a function of this name is one that fla dispatches here now."""
+    return bool(_Asked.count) and any(name == known for _, known in _OPERATIONS)
+
+
 def _leave() -> None:
     _Asked.count -= 1
 
