@@ -1,0 +1,1 @@
+"""flash-linear-attention's functions, under its own signatures, on a CPU."""
