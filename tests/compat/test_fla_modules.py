@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from phistate.compat.fla import modules
-from phistate.compat.fla.modules import activations, conv, gated_norms, gates, losses, norms, rotary, rwkv, token_shift
+from phistate.compat.fla.modules import activations, gated_norms, norms, rotary
 from phistate.compat.functions import signature_of
 from tests.compat.agreement import agree
 
