@@ -22,12 +22,25 @@ class Hook:
         what: what stands there afterwards, in the report's words.
         native: makes the replacement from the function it replaces (which it may hand odd cases to).
         tensor: which parameter is a tensor, whose device decides who runs a call.
+        exports: whether torch.export may see the replacement; False: it sees the function that was replaced.
     """
 
     signature: str
     what: str
     native: Callable[[Function], Function]
     tensor: int = 0
+    exports: bool = False
+
+
+def hook_of(adapter: Function, what: str) -> Hook:
+    """The hook of a function that has the very signature of the one it stands for; of a method if that begins by self.
+
+    >>> def norm(x, weight, eps=1e-6): ...
+    >>> hook_of(norm, "plain torch").signature
+    'x, weight, eps=1e-06'
+    """
+    signature = signature_of(adapter)
+    return Hook(signature, what, lambda original: adapter, 1 if signature.startswith("self, ") else 0, True)
 
 
 def signature_of(function: Function) -> str:
@@ -57,7 +70,7 @@ def replacement(original: Function, hook: Hook) -> Function:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         first = args[index] if len(args) > index else kwargs[name]
-        if first.device.type != "cpu" or torch.compiler.is_exporting():
+        if first.device.type != "cpu" or (not hook.exports and torch.compiler.is_exporting()):
             return original(*args, **kwargs)
         return native(*args, **kwargs)
 

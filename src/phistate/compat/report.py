@@ -1,4 +1,4 @@
-"""What accelerate() did to a model: each function replaced or left, and why; and the way back."""
+"""What was done to a model or a package: each function replaced or left, and why; and the way back."""
 
 from __future__ import annotations
 
@@ -22,14 +22,25 @@ class Entry:
     what: str
 
 
+def summary(thing: object) -> str:
+    """The first sentence of what ``thing`` says of itself, for an entry.
+
+    >>> summary(summary)
+    'The first sentence of what ``thing`` says of itself, for an entry'
+    """
+    return (thing.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+
+
 @dataclass
 class Report:
-    """What :func:`phistate.hf.accelerate` did, and how to take it back; also a context manager that takes it back.
+    """What :func:`phistate.hf.accelerate` or :func:`phistate.compat.install` did, and how to take it back.
+
+    Also a context manager that takes it back.
 
     Args:
-        model: class of the model.
+        model: class of the model, or the packages.
         kernels: what runs: ``"native"``, or why plain PyTorch stands in.
-        replaced: functions that now run phistate's kernels.
+        replaced: functions, and names of stand-ins, that now run phistate's kernels.
         corrected: classes of layers whose answers are now right where transformers' own are not.
         left: what was found and not touched, with the reason.
     """
@@ -49,7 +60,7 @@ class Report:
     def undo(self) -> None:
         """Put back what was there before. A second call does nothing.
 
-        A function shared with another accelerated model stays replaced until that one is undone too.
+        What is shared with another report stays replaced until that one is undone too.
         """
         while self._undo:
             self._undo.pop()()

@@ -18,11 +18,13 @@ from phistate.ops.backends import native
 
 
 def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
-    """Make a hybrid transformers model fast on a CPU, with the same answers; the report says how, and undoes it.
+    """Make a hybrid model of transformers or flash-linear-attention fast on a CPU, with the same answers.
 
     Finds the modules that the classes of ``model``'s layers come from and replaces in them the functions it knows by
     name *and* signature (``torch_chunk_gated_delta_rule``, ``mamba2_chunk_scan``, ``causal_conv1d_fn``, …), wherever
     they are held: the module itself, the class, or a layer's own attribute. What it does not know it does not touch.
+    For layers of flash-linear-attention, whose kernels run on no CPU, it replaces every function that
+    :mod:`phistate.compat.fla` knows, in each module that holds it.
     A replaced function hands tensors that are not on the CPU to the one it replaced. The ``forward`` of a layer that
     knows more than it passes on is replaced by one that hands this over, for as long as the call lasts. Other models
     made of the same classes run what was replaced too, without the corrections. A call that fails undoes what it did.
@@ -63,9 +65,21 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
 
 def _replace(report: Report, model: nn.Module) -> None:
     replacements: dict[int, Callable[..., Any]] = {}
+    of_fla: dict[str, list[nn.Module]] = {}
     for owner, layers in _owners(model).items():
+        module = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+        if module.partition(".")[0] == "fla":
+            of_fla.setdefault(module, []).extend(layers)
+            continue
         for name in _known_names(owner):
             _visit(report, owner, name, layers, replacements)
+    if of_fla and (there := _elsewhere([layer for layers in of_fla.values() for layer in layers])):
+        report.left.append(Entry("fla", "-", there))
+    elif of_fla:
+        # Imported here: a model of transformers needs none of it.
+        from phistate.compat.fla.patch import patch
+
+        replacements |= patch(report, of_fla.keys())
     for path, layer in model.named_modules():
         for name, value in list(vars(layer).items()):
             original = original_of(value)
@@ -123,12 +137,19 @@ def _visit(
     if signature != hook.signature:
         report.left.append(Entry(where, attribute, f"takes ({signature}); phistate knows ({hook.signature})"))
         return
-    devices = {p.device.type for layer in layers for p in layer.parameters()} or {"cpu"}
-    if "cpu" not in devices:
-        there = ", ".join(sorted(devices))
-        report.left.append(Entry(where, attribute, f"its layers are on {there}; phistate's kernels are for the CPU"))
+    there = _elsewhere(layers)
+    if there:
+        report.left.append(Entry(where, attribute, there))
         return
     new = found if found is not original else replacement(original, hook)
     report._undo.append(swap(owner, attribute, new))
     replacements[id(original)] = new
     report.replaced.append(Entry(where, attribute, hook.what))
+
+
+def _elsewhere(layers: list[nn.Module]) -> str:
+    """Why layers none of which is on the CPU are left alone; empty for others."""
+    devices = {p.device.type for layer in layers for p in layer.parameters()} or {"cpu"}
+    if "cpu" in devices:
+        return ""
+    return f"its layers are on {', '.join(sorted(devices))}; phistate's kernels are for the CPU"

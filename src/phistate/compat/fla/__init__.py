@@ -1,1 +1,1 @@
-"""flash-linear-attention's functions, under its own signatures, on a CPU."""
+"""flash-linear-attention on a CPU: its own functions where it is installed, stand-ins for them where it is not."""
