@@ -46,15 +46,19 @@ def hook_of(adapter: Function, what: str) -> Hook:
 def signature_of(function: Function) -> str:
     """A function's parameters and defaults, without annotations, as :class:`Hook` writes them.
 
+    ``apply`` of a :class:`torch.autograd.Function` has those of its forward, all but the context.
+
     >>> def scan(x: int, *, scale: float = 1.0) -> int: ...
     >>> signature_of(scan)
     'x, *, scale=1.0'
     """
+    owner = function.__self__ if inspect.ismethod(function) else None
+    applied = inspect.isclass(owner) and issubclass(owner, torch.autograd.Function)
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(owner.forward if applied else function)
     except (TypeError, ValueError):
         return "unknown"
-    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()][applied:]
     return str(inspect.Signature(plain))[1:-1]
 
 
