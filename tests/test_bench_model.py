@@ -20,7 +20,7 @@ def test_compare(name):
     result = compare(name, TINY, length=20, new_tokens=2, rounds=1, memory=False, progress=told.append)
     assert result.difference < 1e-4
     assert result.replaced
-    assert result.share is None if name == "minimax" else 0 < result.share < 1
+    assert result.share is None if name in ("minimax", "recurrent_gemma") else 0 < result.share < 1
     assert result.prefill_ratio == result.plain.prefill / result.fast.prefill
     assert result.plain.peak is None
     assert told[0] == "making the model"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from phistate.hf import conv, delta, diagonal, lightning, mamba
+from phistate.hf import conv, delta, diagonal, griffin, lightning, mamba
 
 Function = Callable[..., Any]
 
@@ -106,11 +106,17 @@ HOOKS: dict[str, Hook] = {
         diagonal.rnn_scan,
         tensor=1,
     ),
+    "RecurrentGemmaRecurrentBlock.forward": Hook(
+        "self, input_states, position_ids, attention_mask, use_cache=True, **kwargs",
+        "causal_conv1d and causal_conv1d_step_ inside it",
+        griffin.block,
+        tensor=1,
+    ),
 }
 
 # Linear recurrences that are known and not replaced, and why.
 UNCOVERED: dict[str, str] = {
-    "rwkv_linear_attention_cpu": "RWKV-4 weighs the current token by a bonus of its own, which the equation lacks",
     "mlstm_chunkwise_fw": "mLSTM divides by the larger of |zᵀq| and a bound, not by the kernel's sum",
     "mlstm_recurrent_sequence_native": "mLSTM divides by the larger of |zᵀq| and a bound, not by the kernel's sum",
+    "rwkv_linear_attention_cpu": "RWKV-4 weighs the current token by a bonus of its own, which the equation lacks",
 }
