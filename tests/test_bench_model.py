@@ -37,6 +37,8 @@ def test_a_config_of_ones_own(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no config that transformers reads"):
         load_config(str(tmp_path), Size())
+    with pytest.raises(ValueError, match="width: got 32; takes a multiple of 64 for xlstm"):
+        load_config("xlstm", TINY)
     with pytest.raises(ValueError, match="name: got 'gpt9'; takes bailing_hybrid, bamba"):
         load_config("gpt9", Size())
 

@@ -286,6 +286,14 @@ def _recurrent_gemma(size: Size) -> Config:
     return "RecurrentGemmaConfig", fields | {"attention_window_size": 2048}
 
 
+def _xlstm(size: Size) -> Config:
+    # transformers' cache rounds the width of keys and of values up to such a multiple, and its layers do not.
+    if size.width % 64:
+        raise ValueError(f"width: got {size.width}; takes a multiple of 64 for xlstm")
+    fields = {**_common(size), "num_hidden_layers": size.layers, "num_heads": size.width // size.head}
+    return "xLSTMConfig", fields | {"qk_dim_factor": 0.5 if size.width % 128 == 0 else 1.0}
+
+
 FAMILIES: dict[str, Callable[[Size], Config]] = {
     "qwen3_5": _qwen("Qwen3_5TextConfig", False),
     "qwen3_5_moe": _qwen("Qwen3_5MoeTextConfig", True),
@@ -317,6 +325,7 @@ FAMILIES: dict[str, Callable[[Size], Config]] = {
     "inkling2_loop": _inkling2_loop,
     "minimax": _minimax,
     "recurrent_gemma": _recurrent_gemma,
+    "xlstm": _xlstm,
 }
 
 
@@ -324,7 +333,7 @@ def family_config(name: str, size: Size | None = None, **changes: Any) -> Any:
     """A transformers config of the family, at the size given, with single fields changed.
 
     Raises:
-        ValueError: an unknown family.
+        ValueError: an unknown family, or a width that it cannot have.
     """
     import transformers
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from phistate.hf import conv, delta, diagonal, griffin, lightning, mamba
+from phistate.hf import conv, delta, diagonal, griffin, lightning, mamba, mlstm
 
 Function = Callable[..., Any]
 
@@ -112,11 +112,16 @@ HOOKS: dict[str, Hook] = {
         griffin.block,
         tensor=1,
     ),
+    "xLSTMBackend.forward": Hook(
+        "self, query, key, value, igate, fgate, c_initial=None, n_initial=None, m_initial=None, "
+        "return_last_states=None, mode=None",
+        "linear_attention with the denominator as one more column; linear_attention_step_ in place",
+        mlstm.backend,
+        tensor=1,
+    ),
 }
 
 # Linear recurrences that are known and not replaced, and why.
 UNCOVERED: dict[str, str] = {
-    "mlstm_chunkwise_fw": "mLSTM divides by the larger of |zᵀq| and a bound, not by the kernel's sum",
-    "mlstm_recurrent_sequence_native": "mLSTM divides by the larger of |zᵀq| and a bound, not by the kernel's sum",
     "rwkv_linear_attention_cpu": "RWKV-4 weighs the current token by a bonus of its own, which the equation lacks",
 }
