@@ -11,7 +11,6 @@ import torch
 
 from phistate.bench.families import Size
 from phistate.bench.fla_families import FLA_FAMILIES, fla_model
-from phistate.compat import install
 from phistate.compat.fla.ops import call
 from phistate.hf import accelerate
 from phistate.ops.linear_attention import linear_attention
@@ -104,7 +103,9 @@ def test_a_loss_has_every_gradient_and_both_losses_are_one(name):
 def test_generation_is_the_argmax_of_whole_forwards(name):
     net, ids = model(name), tokens(2, 5)
     with accelerate(net):
-        out = net.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, attention_mask=torch.ones_like(ids))
+        out = net.generate(
+            ids, max_new_tokens=6, do_sample=False, eos_token_id=None, attention_mask=torch.ones_like(ids)
+        )
         expected = logits(net, out[:, :-1])[:, 4:].argmax(-1)
     assert torch.equal(out[:, 5:], expected)
 

@@ -223,6 +223,59 @@ def _lfm2_moe(size: Size) -> Config:
     return "Lfm2MoeConfig", fields | {"layer_types": _layers(size, linear="conv")}
 
 
+def _lfm3(size: Size) -> Config:
+    kinds = _layers(size, linear="conv")
+    kinds[2::4] = ["sliding_attention" if kind == "conv" else kind for kind in kinds[2::4]]
+    fields = {**_common(size), "num_hidden_layers": size.layers, "layer_types": kinds}
+    return "Lfm3Config", fields | {"head_dim": size.head, "sliding_window": 64}
+
+
+# Models that also see have no text-only head, and a tower of next to nothing is not run by text.
+_EYE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+
+
+def _lfm2_vl(size: Size) -> Config:
+    eye = {**_EYE, "intermediate_size": 32, "num_patches": 16, "vision_use_head": False}
+    fields = {"text_config": _lfm2(size)[1], "vision_config": eye, "projector_hidden_size": 32}
+    return "Lfm2VlConfig", fields | {"image_token_id": size.vocab}
+
+
+def _lfm3_vl(size: Size) -> Config:
+    eye = {**_EYE, "intermediate_size": 32, "num_key_value_heads": 2}
+    fields = {"text_config": _lfm3(size)[1], "vision_config": eye, "projector_hidden_size": 32}
+    return "Lfm3VlConfig", fields | {"image_token_id": size.vocab, "video_token_id": size.vocab + 1}
+
+
+def _nemotron_h_omni(size: Size) -> Config:
+    eye = {**_EYE, "image_size": 16, "max_img_size": 16, "video_temporal_patch_size": 2}
+    fields = {"text_config": _nemotron_h(size)[1], "vision_config": eye, "projector_hidden_size": 32}
+    fields |= {"vision_hidden_size": 32, "image_token_id": size.vocab, "video_token_id": size.vocab + 1}
+    return "NemotronH_Omni_Reasoning_V3_Config", fields
+
+
+def _inkling(name: str) -> Callable[[Size], Config]:
+    def make(size: Size) -> Config:
+        common = _common(size)
+        heads, keys = common["num_attention_heads"], common["num_key_value_heads"]
+        fields = {**common, "num_hidden_layers": size.layers, "head_dim": size.head, "swa_head_dim": size.head}
+        fields |= {"swa_num_attention_heads": heads, "swa_num_key_value_heads": keys, "sliding_window_size": 64}
+        fields |= {"layer_types": _layers(size, linear="hybrid_sliding", full="hybrid")}
+        fields |= {"unpadded_vocab_size": size.vocab, "moe_intermediate_size": size.width, "n_routed_experts": 4}
+        return name, fields | {"num_experts_per_tok": 2}
+
+    return make
+
+
+def _inkling2_loop(size: Size) -> Config:
+    name, fields = _inkling("Inkling2LoopTextConfig")(size)
+    fields |= {
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": max(1, size.layers - 1),
+    }
+    return name, fields | {"loop_gate_rank": size.head}
+
+
 def _minimax(size: Size) -> Config:
     fields = {**_common(size), "num_hidden_layers": size.layers, "head_dim": size.head, "num_local_experts": 4}
     return "MiniMaxConfig", fields | {"layer_types": _layers(size)}
@@ -231,6 +284,14 @@ def _minimax(size: Size) -> Config:
 def _recurrent_gemma(size: Size) -> Config:
     fields = {**_common(size), "num_hidden_layers": size.layers, "lru_width": size.width}
     return "RecurrentGemmaConfig", fields | {"attention_window_size": 2048}
+
+
+def _xlstm(size: Size) -> Config:
+    # transformers' cache rounds the width of keys and of values up to such a multiple, and its layers do not.
+    if size.width % 64:
+        raise ValueError(f"width: got {size.width}; takes a multiple of 64 for xlstm")
+    fields = {**_common(size), "num_hidden_layers": size.layers, "num_heads": size.width // size.head}
+    return "xLSTMConfig", fields | {"qk_dim_factor": 0.5 if size.width % 128 == 0 else 1.0}
 
 
 FAMILIES: dict[str, Callable[[Size], Config]] = {
@@ -252,11 +313,19 @@ FAMILIES: dict[str, Callable[[Size], Config]] = {
     "falcon_h1": _falcon_h1,
     "granitemoehybrid": _granite,
     "nemotron_h": _nemotron_h,
+    "nemotron_h_omni": _nemotron_h_omni,
     "zamba2": _zamba2,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
+    "lfm2_vl": _lfm2_vl,
+    "lfm3": _lfm3,
+    "lfm3_vl": _lfm3_vl,
+    "inkling": _inkling("InklingTextConfig"),
+    "inkling2": _inkling("Inkling2TextConfig"),
+    "inkling2_loop": _inkling2_loop,
     "minimax": _minimax,
     "recurrent_gemma": _recurrent_gemma,
+    "xlstm": _xlstm,
 }
 
 
@@ -264,7 +333,7 @@ def family_config(name: str, size: Size | None = None, **changes: Any) -> Any:
     """A transformers config of the family, at the size given, with single fields changed.
 
     Raises:
-        ValueError: an unknown family.
+        ValueError: an unknown family, or a width that it cannot have.
     """
     import transformers
 

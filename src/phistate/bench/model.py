@@ -47,8 +47,8 @@ class Comparison:
         new_tokens: tokens generated after it.
         threads: torch's.
         rounds: how often each side was run.
-        share: part of the accelerated prefill that is spent in the replaced functions; None where a whole layer was
-            replaced.
+        share: part of the accelerated prefill that is spent in the replaced functions; None where a forward
+            was replaced.
         difference: largest difference of the two sides' last logits, over the largest logit.
         replaced: what accelerate() replaced.
     """
@@ -185,7 +185,7 @@ def _keeps_logits(model: Any) -> bool:
 
 
 def _share(model: Any, ids: torch.Tensor) -> float | None:
-    """Part of a prefill's time in which a replaced function runs; None where a whole layer was replaced (MiniMax)."""
+    """Part of a prefill's time in which a replaced function runs; None where a forward was replaced (MiniMax)."""
     places = swapped()
     if any(name == "forward" for _, name, _ in places):
         return None

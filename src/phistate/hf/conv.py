@@ -16,7 +16,8 @@ from phistate.ops.causal_conv1d import MAX_WIDTH, causal_conv1d, causal_conv1d_s
 _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 
 
-def _fits(x: Tensor, weight: Tensor, activation: str | None) -> bool:
+def fits(x: Tensor, weight: Tensor, activation: str | None) -> bool:
+    """Whether our convolution takes ``x`` with ``weight [C,W]`` and this activation."""
     return (
         activation in _ACTIVATIONS
         and 2 <= weight.shape[1] <= MAX_WIDTH
@@ -40,7 +41,7 @@ def convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         x = hidden_states.transpose(1, 2)
         pack = packing(x, cu_seqlens, cu_seq_lens_q, seq_idx) or current().pack
-        if not _fits(x, weight, activation):
+        if not fits(x, weight, activation):
             if pack is None:
                 return original(hidden_states, weight, bias, activation)
             return original(hidden_states, weight, bias, activation, seq_idx=pack.offsets)
@@ -64,7 +65,7 @@ def update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        if hidden_states.shape[2] != 1 or torch.is_grad_enabled() or not _fits(hidden_states, weight, activation):
+        if hidden_states.shape[2] != 1 or torch.is_grad_enabled() or not fits(hidden_states, weight, activation):
             return original(hidden_states, conv_state, weight, bias, activation)
         x = hidden_states.squeeze(2)
         return causal_conv1d_step_(conv_state, x, weight, bias, _ACTIVATIONS[activation]).unsqueeze(2)

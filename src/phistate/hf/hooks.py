@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phistate.compat.functions import Function, Hook
-from phistate.hf import conv, delta, diagonal, lightning, mamba
+from phistate.hf import conv, delta, diagonal, griffin, lightning, mamba, mlstm
 
 
 def _always(function: Function) -> Callable[[Function], Function]:
@@ -86,11 +86,22 @@ HOOKS: dict[str, Hook] = {
         diagonal.rnn_scan,
         tensor=1,
     ),
+    "RecurrentGemmaRecurrentBlock.forward": Hook(
+        "self, input_states, position_ids, attention_mask, use_cache=True, **kwargs",
+        "causal_conv1d and causal_conv1d_step_ inside it",
+        griffin.block,
+        tensor=1,
+    ),
+    "xLSTMBackend.forward": Hook(
+        "self, query, key, value, igate, fgate, c_initial=None, n_initial=None, m_initial=None, "
+        "return_last_states=None, mode=None",
+        "linear_attention with the denominator as one more column; linear_attention_step_ in place",
+        mlstm.backend,
+        tensor=1,
+    ),
 }
 
 # Linear recurrences that are known and not replaced, and why.
 UNCOVERED: dict[str, str] = {
     "rwkv_linear_attention_cpu": "RWKV-4 weighs the current token by a bonus of its own, which the equation lacks",
-    "mlstm_chunkwise_fw": "mLSTM divides by the larger of |zᵀq| and a bound, not by the kernel's sum",
-    "mlstm_recurrent_sequence_native": "mLSTM divides by the larger of |zᵀq| and a bound, not by the kernel's sum",
 }

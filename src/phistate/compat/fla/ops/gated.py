@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phistate.compat.fla.ops.call import attend, check_options, check_packed
+from phistate.compat.fla.ops.call import Result, attend, check_options, check_packed
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -124,13 +124,16 @@ def fused_recurrent_gsa(
         raise ValueError(f"q: got {q.shape[2]} heads; takes a multiple of the keys' {k.shape[2]}")
     hk, hv = (None, None) if initial_state is None else initial_state
     group = q.shape[2] // k.shape[2]
-    shared = {"output_final_state": output_final_state, "reverse": reverse, "cu_seqlens": cu_seqlens}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **gate: Any) -> Result:
+        return attend(q, k, v, output_final_state=output_final_state, reverse=reverse, cu_seqlens=cu_seqlens, **gate)
+
     keys, slots, gates = (x.repeat_interleave(group, 2) if group > 1 else x for x in (k, s, g))
     if hk is not None and group > 1:
         hk = hk.repeat_interleave(group, 1)
-    scores, hk = attend(q, keys, slots, decay_of_values=gates, scale=scale, initial_state=hk, **shared)
+    scores, hk = run(q, keys, slots, decay_of_values=gates, scale=scale, initial_state=hk)
     read = scores.float().softmax(-1).to(q.dtype)
-    o, hv = attend(read, s, v, decay=g, scale=1.0, initial_state=hv, **shared)
+    o, hv = run(read, s, v, decay=g, scale=1.0, initial_state=hv)
     return o, [hk if hk is None else hk[:, ::group].contiguous(), hv]
 
 

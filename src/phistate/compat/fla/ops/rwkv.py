@@ -37,9 +37,8 @@ def fused_recurrent_rwkv6(
         back = turned(r, cu_seqlens)
         r, k, v, w = (back(x) for x in (r, k, v, w))
     steps = torch.arange(r.shape[1], device=r.device)
-    if cu_seqlens is None:
-        sequences, before = 1, 0
-    else:
+    sequences, before = 1, torch.zeros_like(steps)
+    if cu_seqlens is not None:
         offsets = cu_seqlens.to(r.device, torch.int64)
         sequences = offsets.numel() - 1
         before = torch.repeat_interleave(torch.arange(sequences, device=r.device), offsets.diff())
