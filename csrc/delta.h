@@ -4,8 +4,8 @@
 //   O = (Q ⊙ D[·][start]) S + (Q Kᵀ ⊙ D) diag β W
 //   S ← D[end][start] ⊙ S + (K ⊙ D[end][·])ᵀ diag β W
 // W holds what each write finds missing, v − S'ᵀe; it is solved for directly, block after block: neither an
-// inverse, which can overflow where W is small, nor a second right-hand side is formed. E, the keys to erase by, is K
-// unless the call gives its own: then it has a panel, else it is the keys' panel.
+// inverse, which can overflow where W is small, nor a second right-hand side is formed. Erase keys E are K where the
+// call gives none: their panel is then the keys'.
 #pragma once
 
 #include "linear_attention.h"

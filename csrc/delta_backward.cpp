@@ -346,8 +346,8 @@ inline int64_t common_divisor(int64_t a, int64_t b) { return b == 0 ? a : common
 
 }  // namespace
 
-// d_q, d_k, d_erase and d_v of heads that several states or readers share are gathered head after head, best in float32; states
-// that share any of them are one thread's.
+// d_q, d_k, d_erase and d_v of heads that several states or readers share are gathered head after head, best in
+// float32; states that share any of them are one thread's.
 int delta_backward(const phistate_linear_attention& call) {
     if (!check_offsets(call)) return -1;
     const Heads heads(call);

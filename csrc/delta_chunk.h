@@ -1,4 +1,4 @@
-// One chunk of the delta family as its backward pass needs it: operands, and the products of keys with what erases and with queries.
+// One chunk of the delta family as its backward pass needs it: operands, and the products of keys with erase keys and queries.
 #pragma once
 
 #include "delta_decay.h"
@@ -19,7 +19,7 @@ struct Chunk {
     const Columns columns;
     const int64_t key_dim, kp, strips, readers;
     phistate::Scratch scratch;
-    // Keys and queries, normalised where asked, and keys to erase by.
+    // Keys and queries, normalised where asked, and erase keys.
     float *keys, *erases, *read_erases, *write_keys, *queries, *read_queries, *kt, *left, *run, *between, *a, *folded, *p;
     float key_norm[C], since[C];
     float *query_norms, *denominators;

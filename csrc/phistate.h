@@ -73,7 +73,7 @@ typedef struct phistate_linear_attention {
      * and d_k are gradients of x. */
     int64_t map;                            /* enum phistate_map */
     double map_scale;
-    phistate_view erase, d_erase;           /* the delta kernels': keys to erase by, as k but never normalised; absent: k */
+    phistate_view erase, d_erase;           /* the delta kernels': erase keys, laid out as k, never normalised; absent: k */
 } phistate_linear_attention;
 
 /* One operand of shape [batch, time, groups, channels], any strides; without groups, group is 0. */

@@ -59,7 +59,7 @@ BAD = {
     "erase of an additive write": (
         {"erase": K},
         ValueError,
-        "erase: got .* with write='add'; takes it with write='delta'",
+        "erase: got a tensor with write='add'; takes None, or write='delta'",
     ),
     "erase is a list": ({"write": "delta", "erase": [1.0]}, TypeError, "erase: got list"),
     "shape of erase": (
@@ -76,7 +76,7 @@ BAD = {
     "erase with a feature map": (
         {"write": "delta", "erase": K, "feature_map": phistate.feature_map("elu", head_dim=8)},
         ValueError,
-        "erase: got .* with a feature map",
+        "erase: got a tensor with a feature map",
     ),
     "form": ({"form": "fast"}, ValueError, "form: got 'fast'; takes 'auto'"),
     "backend": ({"backend": "tpu"}, ValueError, "backend: got 'tpu'; takes 'auto'"),
@@ -353,7 +353,7 @@ class TestStep:
         with pytest.raises(TypeError, match="state: got Tensor"):
             phistate.linear_attention_step_(state.s, Q[:, :1], K[:, :1], V[:, :1])
         one = (state, Q[:, :1], K[:, :1], V[:, :1])
-        with pytest.raises(ValueError, match="erase: got .* with write='add'"):
+        with pytest.raises(ValueError, match="erase: got a tensor with write='add'"):
             phistate.linear_attention_step_(*one, erase=K[:, :1])
         with pytest.raises(ValueError, match=r"erase: got shape \(2, 6, 2, 8\); takes \(2, 1, 2, 8\)"):
             phistate.linear_attention_step_(*one, write="delta", erase=K)

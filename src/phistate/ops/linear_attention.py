@@ -234,9 +234,11 @@ def _check_erase(erase: Tensor | None, q: Tensor, k: Tensor, write: str, feature
     if erase is None:
         return
     if write != "delta":
-        raise ValueError(f"erase: got a key to erase by with write={write!r}; takes it with write='delta'")
+        raise ValueError(f"erase: got a tensor with write={write!r}; takes None, or write='delta'")
     if feature_map is not None:
-        raise ValueError("erase: got a key to erase by with a feature map, which maps q and k; takes features for all")
+        raise ValueError(
+            "erase: got a tensor with a feature map, which is for q and k; takes None, or all three as features"
+        )
     check_side_input("erase", erase, q, [tuple(k.shape)])
 
 

@@ -59,12 +59,12 @@ def parallel(
     With c_t = Σ_{i≤t} d_i, A(q,k)_tj = Σ_κ q_tκ k_jκ exp(Σ_{j<i≤t} d_iκ) for j ≤ t, and the writes
 
         U = βV                                             write="add"
-        (I + β strict_lower A(e,k)) U = β(V − (E⊙e^c) S)   write="delta", a triangular system
+        (I + β strict_lower A(e,k)) U = β(V − (E⊙exp c) S)   write="delta", a triangular system
 
     the read and the state after T steps are
 
-        O = (Q⊙e^c) S + A(q,k) U
-        S ← Diag(e^{c_T}) S + Σ_j (k_j ⊙ exp(Σ_{i>j} d_i)) u_jᵀ
+        O = (Q⊙exp c) S + A(q,k) U
+        S ← Diag(exp c_T) S + Σ_j (k_j ⊙ exp(Σ_{i>j} d_i)) u_jᵀ
 
     No decay ever enters but as a sum of decays, which is ≤ 0.
     """
