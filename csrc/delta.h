@@ -1,10 +1,11 @@
 // What the kernels of the delta family share. For a chunk of C tokens with the state S before it, and
 // D[t][j] the decay from after j through t, D[t][start] the one since the chunk began (DESIGN: one equation):
-//   (I + A diag β) W = V − (K ⊙ D[·][start]) S       A = strict lower (K Kᵀ ⊙ D), a triangular system
+//   (I + A diag β) W = V − (E ⊙ D[·][start]) S       A = strict lower (E Kᵀ ⊙ D), a triangular system
 //   O = (Q ⊙ D[·][start]) S + (Q Kᵀ ⊙ D) diag β W
 //   S ← D[end][start] ⊙ S + (K ⊙ D[end][·])ᵀ diag β W
-// W holds what each write finds missing, v − S'ᵀk; it is solved for directly, block after block: neither an
-// inverse, which can overflow where W is small, nor a second right-hand side is formed.
+// W holds what each write finds missing, v − S'ᵀe; it is solved for directly, block after block: neither an
+// inverse, which can overflow where W is small, nor a second right-hand side is formed. Erase keys E are K where the
+// call gives none: their panel is then the keys'.
 #pragma once
 
 #include "linear_attention.h"

@@ -1,9 +1,10 @@
-// Backward pass of the delta family. With the forward formulas of delta.h, U = diag β W, K̃ = K ⊙ D[·][start],
-// K̂ = K ⊙ D[end][·], Q̃ likewise, P = lower (Q Kᵀ ⊙ D), and dS the gradient of the state after the chunk:
+// Backward pass of the delta family. With the forward formulas of delta.h, U = diag β W, Ẽ = E ⊙ D[·][start],
+// K̂ = K ⊙ D[end][·], Q̃ as Ẽ, P = lower (Q Kᵀ ⊙ D), and dS the gradient of the state after the chunk:
 //   dU = K̂ dS + Pᵀ dO
 //   (I + Aᵀ diag β) G = dU, from the last row up; dβ = rows of G · W; H = diag β G = dV
-//   dP = lower (dO Uᵀ), dA = −strict lower (H Uᵀ), dQ̃ = dO Sᵀ, dK̃ = −H Sᵀ, dK̂ = U dSᵀ
-//   dS ← D[end][start] ⊙ dS + Q̃ᵀ dO − K̃ᵀ H
+//   dP = lower (dO Uᵀ), dA = −strict lower (H Uᵀ), dQ̃ = dO Sᵀ, dẼ = −H Sᵀ, dK̂ = U dSᵀ
+//   dS ← D[end][start] ⊙ dS + Q̃ᵀ dO − Ẽᵀ H
+// Where keys erase for themselves, dK is the sum of both.
 // A log-decay at i scales every path from a token before i, or the state, to one at or after it. Its gradient is the sum
 // over these paths, each with its decay: no difference of sums that would leave rounding where little passes.
 // States are kept by the forward pass every PHISTATE_SEGMENT tokens and recomputed between.
@@ -22,7 +23,7 @@ struct Backward : Chunk {
     // A segment's states and writes, strip after strip.
     float *states, *found;
     // Gradients.
-    float *d_state, *d_out, *d_value, *written, *transposed, *state_transposed, *d_p, *d_a, *d_queries, *d_read, *d_write, *through, *d_rates;
+    float *d_state, *d_out, *d_value, *written, *transposed, *state_transposed, *d_p, *d_a, *d_queries, *d_erase, *d_write, *through, *d_rates;
 
     explicit Backward(const phistate_linear_attention& c) : Chunk(c) {
         states = scratch.floats(kChunks * state_size());
@@ -38,7 +39,7 @@ struct Backward : Chunk {
         d_p = scratch.floats(readers * C * C);
         d_a = scratch.floats(C * C);
         d_queries = scratch.floats(readers * C * kp);
-        d_read = scratch.floats(C * kp);
+        d_erase = scratch.floats(C * kp);
         d_write = scratch.floats(C * kp);
         through = scratch.floats(kp);
         d_rates = scratch.floats(C * kp);
@@ -54,6 +55,7 @@ struct Backward : Chunk {
         ahead.clear();
         if (rows == 0) return;
         foresee(ahead, call.k, span.batch, time, heads.key(head), rows, 0, key_dim);
+        if (call.erase.data) foresee(ahead, call.erase, span.batch, time, heads.key(head), rows, 0, key_dim);
         if (vector()) foresee(ahead, call.decay, span.batch, time, head, rows, 0, key_dim);
         if (recomputed) {
             foresee(ahead, call.v, span.batch, time, heads.value(head), rows, 0, call.value_dim);
@@ -93,7 +95,7 @@ struct Backward : Chunk {
             pack_values(call.v, span.batch, time, heads.value(head), rows, columns, j, tokens.mask, w);
             float minus[C];
             for (float& x : minus) x = -1.0f;
-            product<float>(rows, n, key_dim, {read_keys, kp, 1}, {s, kStrip}, {w, kStrip, &kOne, 0, minus},
+            product<float>(rows, n, key_dim, {read_erases, kp, 1}, {s, kStrip}, {w, kStrip, &kOne, 0, minus},
                            Part::All, &ahead);
             solve_down(rows, n, folded, w);
             if (!another) continue;
@@ -154,7 +156,7 @@ struct Backward : Chunk {
             for (int64_t i = 0; i < readers; ++i)
                 product<float>(rows, kp / L, features, {d_out + i * C * kStrip, kStrip, 1}, {state_transposed, kp},
                                {d_queries + i * C * kp, kp, first}, Part::All, &ahead);
-            product<float>(rows, kp / L, features, {d_value, kStrip, 1}, {state_transposed, kp}, {d_read, kp, first}, Part::All, &ahead);
+            product<float>(rows, kp / L, features, {d_value, kStrip, 1}, {state_transposed, kp}, {d_erase, kp, first}, Part::All, &ahead);
             transpose_panel(d_s, kStrip, kp, n * L, state_transposed, kp);
             product<float>(rows, kp / L, features, {written, kStrip, 1}, {state_transposed, kp}, {d_write, kp, first}, Part::All, &ahead);
             transpose_panel(written, kStrip, C, n * L, transposed, C);
@@ -162,7 +164,7 @@ struct Backward : Chunk {
             for (int64_t i = 0; i < readers; ++i)
                 product<float>(rows, C / L, features, {d_out + i * C * kStrip, kStrip, 1}, {transposed, C}, {d_p + i * C * C, C, first}, Part::All, &ahead);
 
-            product<float>(key_dim, n, rows, {read_keys, 1, kp}, {d_value, kStrip}, {d_s, kStrip, keep, keep_step}, Part::All, &ahead);
+            product<float>(key_dim, n, rows, {read_erases, 1, kp}, {d_value, kStrip}, {d_s, kStrip, keep, keep_step}, Part::All, &ahead);
             for (int64_t i = 0; i < readers; ++i)
                 product<float>(key_dim, n, rows, {read_queries + i * C * kp, 1, kp}, {d_out + i * C * kStrip, kStrip}, {d_s, kStrip, &kOne},
                                Part::All, &ahead);
@@ -183,29 +185,29 @@ struct Backward : Chunk {
     }
     float* written_back() const { return transposed; }  // free at that time, C·kStrip long
 
-    // From gradients of scores and of decayed operands to those of queries and keys: d_read of keys as rows of A and
-    // readers of the state, d_write of keys as columns and writers. d_rates: of the log-decays, per feature or in all.
+    // From gradients of scores and of decayed operands to those of queries and keys: d_erase of rows of A and what
+    // erases from the state, d_write of columns and what writes to it. d_rates: of the log-decays, per feature or in all.
     void inside_chunk(int64_t rows) {
         if (vector()) {
-            decay_since(d_read, rates, kp, rows, d_read);
+            decay_since(d_erase, rates, kp, rows, d_erase);
             decay_until(d_write, rates, kp, rows, d_write);
             for (int64_t i = 0; i < readers; ++i) decay_since(d_queries + i * C * kp, rates, kp, rows, d_queries + i * C * kp);
             if (call.d_decay.data) outer_rates(rows);
-            score_gradient(d_a, keys, keys, rates, kp, rows, true, kt, left, d_read, d_write, d_rates);
+            score_gradient(d_a, erases, keys, rates, kp, rows, true, kt, left, d_erase, d_write, d_rates);
             for (int64_t i = 0; i < readers; ++i)
                 score_gradient(d_p + i * C * C, queries + i * C * kp, keys, rates, kp, rows, false, kt, left, d_queries + i * C * kp, d_write,
                                d_rates);
             return;
         }
         const int64_t n = kp / L;
-        scale_each_row(d_read, kp, rows, since);
+        scale_each_row(d_erase, kp, rows, since);
         scale_each_row(d_write, kp, rows, between + (C - 1) * C);
         for (int64_t i = 0; i < readers; ++i) scale_each_row(d_queries + i * C * kp, kp, rows, since);
         if (call.d_decay.data) scalar_rates(rows);
         mask_lower(d_a, rows);
         for (int64_t t = 0; t < rows; ++t) d_a[t * C + t] = 0.0f;
-        product<float>(rows, n, rows, {d_a, C, 1}, {keys, kp}, {d_read, kp, &kOne}, Part::LowerIn);
-        product<float>(rows, n, rows, {d_a, 1, C}, {keys, kp}, {d_write, kp, &kOne}, Part::UpperIn);
+        product<float>(rows, n, rows, {d_a, C, 1}, {keys, kp}, {d_erase, kp, &kOne}, Part::LowerIn);
+        product<float>(rows, n, rows, {d_a, 1, C}, {erases, kp}, {d_write, kp, &kOne}, Part::UpperIn);
         for (int64_t i = 0; i < readers; ++i) {
             float *d_q = d_queries + i * C * kp, *d = d_p + i * C * C;
             mask_lower(d, rows);
@@ -216,7 +218,7 @@ struct Backward : Chunk {
 
     // x · dx of what token t reads from the state before the chunk, feature by feature.
     PHISTATE_INLINE F read_along(int64_t t, int64_t c) const {
-        F x = PHISTATE_NS::load(keys + t * kp + c) * PHISTATE_NS::load(d_read + t * kp + c);
+        F x = PHISTATE_NS::load(erases + t * kp + c) * PHISTATE_NS::load(d_erase + t * kp + c);
         for (int64_t i = 0; i < readers; ++i)
             x = fma(PHISTATE_NS::load(queries + (i * C + t) * kp + c), PHISTATE_NS::load(d_queries + (i * C + t) * kp + c), x);
         return x;
@@ -292,9 +294,12 @@ struct Backward : Chunk {
     }
 
     void finish(const Span& span, int64_t time, int64_t rows, int64_t head) {
-        for (int64_t i = 0; i < rows * kp; i += L) store(d_read + i, PHISTATE_NS::load(d_read + i) + PHISTATE_NS::load(d_write + i));
-        through_norm(keys, key_norm, rows, d_read);
-        if (call.d_k.data) unpack(d_read, kp, rows, key_dim, call.d_k, span.batch, time, heads.key(head), 0, head % (heads.s / heads.k) != 0);
+        const bool gathered = head % (heads.s / heads.k) != 0;
+        if (erases == keys)
+            for (int64_t i = 0; i < rows * kp; i += L) store(d_write + i, PHISTATE_NS::load(d_erase + i) + PHISTATE_NS::load(d_write + i));
+        through_norm(keys, key_norm, rows, d_write);
+        if (call.d_k.data) unpack(d_write, kp, rows, key_dim, call.d_k, span.batch, time, heads.key(head), 0, gathered);
+        if (call.d_erase.data) unpack(d_erase, kp, rows, key_dim, call.d_erase, span.batch, time, heads.key(head), 0, gathered);
         for (int64_t i = 0; i < readers && call.d_q.data; ++i) {
             through_norm(queries + i * C * kp, query_norms + i * C, rows, d_queries + i * C * kp);
             const int64_t output = head * readers + i;
@@ -341,14 +346,15 @@ inline int64_t common_divisor(int64_t a, int64_t b) { return b == 0 ? a : common
 
 }  // namespace
 
-// d_q, d_k and d_v of heads that several states or readers share are gathered head after head, best in float32; states
-// that share any of them are one thread's.
+// d_q, d_k, d_erase and d_v of heads that several states or readers share are gathered head after head, best in
+// float32; states that share any of them are one thread's.
 int delta_backward(const phistate_linear_attention& call) {
     if (!check_offsets(call)) return -1;
     const Heads heads(call);
     const int64_t groups = common_divisor(common_divisor(heads.q, heads.k), heads.v), share = heads.s / groups;
     expect_writes(call, call.d_q, heads.q, call.key_dim);
     expect_writes(call, call.d_k, heads.k, call.key_dim);
+    if (call.d_erase.data) expect_writes(call, call.d_erase, heads.k, call.key_dim);
     expect_writes(call, call.d_v, heads.v, call.value_dim);
     parallel(call.sequences * groups, 1, [&](int64_t begin, int64_t end) {
         Backward backward(call);

@@ -1,4 +1,4 @@
-// One chunk of the delta family as its backward pass needs it: operands, and the products of keys with keys and queries.
+// One chunk of the delta family as its backward pass needs it: operands, and the products of keys with erase keys and queries.
 #pragma once
 
 #include "delta_decay.h"
@@ -19,8 +19,8 @@ struct Chunk {
     const Columns columns;
     const int64_t key_dim, kp, strips, readers;
     phistate::Scratch scratch;
-    // Keys and queries, normalised where asked.
-    float *keys, *read_keys, *write_keys, *queries, *read_queries, *kt, *left, *run, *between, *a, *folded, *p;
+    // Keys and queries, normalised where asked, and erase keys.
+    float *keys, *erases, *read_erases, *write_keys, *queries, *read_queries, *kt, *left, *run, *between, *a, *folded, *p;
     float key_norm[C], since[C];
     float *query_norms, *denominators;
     float keep_one;
@@ -35,7 +35,8 @@ struct Chunk {
           strips(columns.strips()), readers(heads.readers()) {
         const int64_t panel = C * kp;
         keys = scratch.zeros(panel);
-        read_keys = scratch.zeros(panel);
+        erases = call.erase.data ? scratch.zeros(panel) : keys;
+        read_erases = scratch.zeros(panel);
         write_keys = scratch.zeros(panel);
         queries = scratch.zeros(readers * panel);
         read_queries = scratch.zeros(readers * panel);
@@ -54,24 +55,25 @@ struct Chunk {
     bool vector() const { return call.decay_kind == PHISTATE_DECAY_VECTOR; }
     int64_t decays_per_state() const { return vector() ? kp : 1; }
 
-    // Keys and decays of a chunk: a = A, folded = −A diag β, and the keys that read and write the state.
+    // Keys and decays of a chunk: a = A, folded = −A diag β, and the keys that erase from and write to the state.
     void prepare(const Span& span, int64_t time, int64_t rows, int64_t head) {
         tokens.read(call, span, time, rows, head);
         pack(call.k, span.batch, time, heads.key(head), rows, 0, key_dim, nullptr, tokens.mask, keys, kp, C);
         inverse_norms(keys, kp, C, call.qk_l2norm, key_norm);
         if (call.qk_l2norm) scale_each_row(keys, kp, rows, key_norm);
+        if (call.erase.data) pack(call.erase, span.batch, time, heads.key(head), rows, 0, key_dim, nullptr, tokens.mask, erases, kp, C);
         if (vector()) {
             rates.read(call, span, time, rows, head, tokens.mask, kp, rounding);
-            decayed_scores(keys, nullptr, keys, rates, kp, rows, kt, left, run, a, nullptr);
-            decay_since(keys, rates, kp, rows, read_keys);
+            decayed_scores(erases, nullptr, keys, rates, kp, rows, kt, left, run, a, nullptr);
+            decay_since(erases, rates, kp, rows, read_erases);
             decay_until(keys, rates, kp, rows, write_keys);
             keep = rates.whole + 2 * kp;
             keep_step = 1;
         } else {
             relative_decay<C>(tokens.rate, C, between, since);
-            scores(keys, rows, a);
-            memcpy(read_keys, keys, C * kp * sizeof(float));
-            scale_each_row(read_keys, kp, rows, since);
+            scores(erases, rows, a);
+            memcpy(read_erases, erases, C * kp * sizeof(float));
+            scale_each_row(read_erases, kp, rows, since);
             memcpy(write_keys, keys, C * kp * sizeof(float));
             scale_each_row(write_keys, kp, rows, between + (C - 1) * C);
             keep_one = call.decay_kind == PHISTATE_DECAY_NONE ? 1.0f : kept(tokens.log_decay, *rounding);

@@ -16,11 +16,11 @@ struct Forward {
     const Columns columns;
     const int64_t key_dim, kp, together;
     phistate::Scratch scratch;
-    float *keys, *kt, *queries, *key_scores, *query_scores, *between, *a, *p, *values, *out, *states;
-    float *read_keys, *write_keys, *read_queries, *left, *run;  // vector decay
+    float *keys, *erases, *kt, *queries, *key_scores, *query_scores, *between, *a, *p, *values, *out, *states;
+    float *read_erases, *write_keys, *read_queries, *left, *run;  // vector decay
     float *denominators, *roundings;  // roundings: of what chunks keep, of each state (kept.h)
     float keep;                       // of the chunk at hand; under a decay per feature rates.whole says it
-    float key_norm[C], query_norm[C], since[C], key_gain[C], query_gain[C], write[C];
+    float key_norm[C], erase_norm[C], query_norm[C], since[C], erase_gain[C], query_gain[C], write[C];
     Rates rates;
     Tokens<C> tokens;
     Ahead ahead;
@@ -30,6 +30,7 @@ struct Forward {
         : call(c), heads(c), columns(part), key_dim(c.key_dim), kp(round_up(c.key_dim, L)), together(states_together) {
         const int64_t readers = heads.readers();
         keys = scratch.floats(C * kp);
+        erases = call.erase.data ? scratch.floats(C * kp) : keys;
         kt = scratch.floats(C * kp);
         queries = scratch.floats(readers * C * kp);
         key_scores = scratch.floats(C * C);
@@ -43,7 +44,7 @@ struct Forward {
         denominators = scratch.floats(readers * C);
         roundings = scratch.floats(together * decays_per_state());
         if (!vector()) return;
-        read_keys = scratch.floats(C * kp);
+        read_erases = scratch.floats(C * kp);
         write_keys = scratch.floats(C * kp);
         read_queries = scratch.floats(readers * C * kp);
         left = scratch.floats(kBlock * kp);
@@ -68,12 +69,16 @@ struct Forward {
     void read_keys_of(const Span& span, int64_t time, int64_t rows, int64_t key_head) {
         pack(call.k, span.batch, time, key_head, rows, 0, key_dim, nullptr, tokens.mask, keys, kp, C);
         inverse_norms(keys, kp, C, call.qk_l2norm, key_norm);
+        if (call.erase.data) {
+            pack(call.erase, span.batch, time, key_head, rows, 0, key_dim, nullptr, tokens.mask, erases, kp, C);
+            inverse_norms(erases, kp, C, false, erase_norm);
+        }
         if (vector()) {
             if (call.qk_l2norm) scale_each_row(keys, kp, rows, key_norm);
             return;
         }
         transpose_panel(keys, kp, C, kp, kt, C);
-        product<float>(rows, vectors(rows), key_dim, {keys, kp, 1}, {kt, C}, {key_scores, C}, Part::LowerOut);
+        product<float>(rows, vectors(rows), key_dim, {erases, kp, 1}, {kt, C}, {key_scores, C}, Part::LowerOut);
     }
 
     void read_queries_of(const Span& span, int64_t time, int64_t rows, int64_t reader, int64_t query_head) {
@@ -91,15 +96,16 @@ struct Forward {
     void weigh_scalar(int64_t rows, float* rounding) {
         relative_decay<C>(tokens.rate, C, between, since);
         keep = call.decay_kind == PHISTATE_DECAY_NONE ? 1.0f : kept(tokens.log_decay, *rounding);
+        const float* norms = call.erase.data ? erase_norm : key_norm;
         float weight[C];
         for (int64_t r = 0; r < C; r += L) {
             const F w = PHISTATE_NS::load(tokens.beta + r) * PHISTATE_NS::load(key_norm + r);
             store(weight + r, w);
-            store(key_gain + r, PHISTATE_NS::load(since + r) * PHISTATE_NS::load(key_norm + r) * splat(-1.0f));
+            store(erase_gain + r, PHISTATE_NS::load(since + r) * PHISTATE_NS::load(norms + r) * splat(-1.0f));
             store(write + r, w * PHISTATE_NS::load(between + (C - 1) * C + r));
         }
         for (int64_t t = 0; t < C; ++t) {
-            const F norm = splat(t < rows ? -key_norm[t] : 0.0f);
+            const F norm = splat(t < rows ? -norms[t] : 0.0f);
             for (int64_t c = 0; c < C; c += L) {
                 const int64_t lanes = t < rows ? most<int64_t>(0, least<int64_t>(L, t + 1 - c)) : 0;  // up to the diagonal
                 const F d = PHISTATE_NS::load(between + t * C + c) * PHISTATE_NS::load(weight + c);
@@ -113,13 +119,13 @@ struct Forward {
 
     void weigh_vector(const Span& span, int64_t time, int64_t rows, int64_t head, float* rounding) {
         rates.read(call, span, time, rows, head, tokens.mask, kp, rounding);
-        decayed_scores(queries, keys, keys, rates, kp, rows, kt, left, run, p, a);
+        decayed_scores(queries, erases, keys, rates, kp, rows, kt, left, run, p, a);
         for (int64_t i = 1; i < heads.readers(); ++i)
             decayed_scores(queries + i * C * kp, nullptr, keys, rates, kp, rows, kt, left, run, p + i * C * C, nullptr);
-        decay_since(keys, rates, kp, rows, read_keys);
+        decay_since(erases, rates, kp, rows, read_erases);
         decay_until(keys, rates, kp, rows, write_keys);
         for (int64_t i = 0; i < heads.readers(); ++i) decay_since(queries + i * C * kp, rates, kp, rows, read_queries + i * C * kp);
-        for (int64_t r = 0; r < C; ++r) key_gain[r] = -1.0f;
+        for (int64_t r = 0; r < C; ++r) erase_gain[r] = -1.0f;
         memcpy(write, tokens.beta, sizeof write);
         for (int64_t t = 0; t < C; ++t) {
             for (int64_t c = 0; c < C; c += L) {
@@ -139,7 +145,7 @@ struct Forward {
     void strip(const Span& span, int64_t time, int64_t rows, int64_t head, int64_t i, float* s) {
         const int64_t n = columns.width_vectors(i), readers = heads.readers();
         pack_values(call.v, span.batch, time, heads.value(head), rows, columns, i, tokens.mask, values);
-        product<float>(rows, n, key_dim, {vector() ? read_keys : keys, kp, 1}, {s, kStrip}, {values, kStrip, &kOne, 0, key_gain},
+        product<float>(rows, n, key_dim, {vector() ? read_erases : erases, kp, 1}, {s, kStrip}, {values, kStrip, &kOne, 0, erase_gain},
                        Part::All, &ahead);
         solve_down(rows, n, a, values);
         for (int64_t reader = 0; reader < readers; ++reader) {
@@ -173,6 +179,7 @@ struct Forward {
         const int64_t rows = least<int64_t>(C, span.end - time);
         if (rows <= 0) return;
         foresee(ahead, call.k, span.batch, time, heads.key(first), rows, 0, key_dim);
+        if (call.erase.data) foresee(ahead, call.erase, span.batch, time, heads.key(first), rows, 0, key_dim);
         foresee(ahead, call.q, span.batch, time, heads.query(first * heads.readers()), rows, 0, key_dim);
         if (vector()) foresee(ahead, call.decay, span.batch, time, first, rows, 0, key_dim);
         for (int64_t head = first; head < first + together; ++head) {

@@ -1,6 +1,6 @@
 // A few tokens of the delta family, one after the other: what decoding asks for. Each strip of the state is read
-// once for both Sᵀk and Sᵀq, while it comes from memory, and updated from cache:
-//   w = v − a Sᵀk;  o = a Sᵀq + β (k·q) w;  S ← a S + β k wᵀ
+// once for both Sᵀe and Sᵀq, while it comes from memory, and updated from cache:
+//   w = v − a Sᵀe;  o = a Sᵀq + β (k·q) w;  S ← a S + β k wᵀ
 // s may be s0: the state is then updated in place.
 #include "delta.h"
 
@@ -35,7 +35,7 @@ struct Step {
     const Heads heads;
     const int64_t key_dim, value_dim, kp, vp, readers;
     phistate::Scratch scratch;
-    float *key, *queries, *rate, *read_key, *read_queries, *value, *held, *out, *tail;
+    float *key, *queries, *rate, *read_erase, *read_queries, *value, *held, *out, *tail;
     float* products;  // k·q of each reader
 
     explicit Step(const phistate_linear_attention& c)
@@ -44,7 +44,7 @@ struct Step {
         key = scratch.floats(kp);
         queries = scratch.floats(readers * kp);
         rate = scratch.floats(kp);
-        read_key = scratch.floats(kp);
+        read_erase = scratch.floats(kp);
         read_queries = scratch.floats(readers * kp);
         value = scratch.floats(vp);
         held = scratch.floats(vp);
@@ -53,14 +53,15 @@ struct Step {
         products = scratch.floats(readers);
     }
 
-    // x ⊙ rate, and x normalised.
-    void ready(float* x, float* read) const {
-        if (call.qk_l2norm) {
-            float norm;
-            inverse_norms(x, kp, 1, true, &norm);
-            scale_each_row(x, kp, 1, &norm);
-        }
-        for (int64_t c = 0; c < kp; c += L) store(read + c, load(x + c) * load(rate + c));
+    void normalise(float* x) const {
+        if (!call.qk_l2norm) return;
+        float norm;
+        inverse_norms(x, kp, 1, true, &norm);
+        scale_each_row(x, kp, 1, &norm);
+    }
+    // to = x ⊙ rate
+    void decay(const float* x, float* to) const {
+        for (int64_t c = 0; c < kp; c += L) store(to + c, load(x + c) * load(rate + c));
     }
 
     // Columns [c, c + NR·L) of the state, from `from` to `to`, row stride ld.
@@ -68,7 +69,7 @@ struct Step {
     void columns(const float* from, float* to, ptrdiff_t ld, int64_t c, float beta) {
         int64_t reader = 0;
         {
-            const float* x[2] = {read_key, read_queries};
+            const float* x[2] = {read_erase, read_queries};
             float* y[2] = {held + c, out + c};
             read_columns<2, NR>(x, key_dim, from, ld, y);
             reader = 1;
@@ -120,11 +121,14 @@ struct Step {
             for (int64_t c = 0; c < kp; c += L) store(rate + c, splat(1.0f));
         pack(call.k, span.batch, time, heads.key(head), 1, 0, key_dim, nullptr, nullptr, key, kp, 1);
         pack(call.v, span.batch, time, heads.value(head), 1, 0, value_dim, nullptr, nullptr, value, vp, 1);
-        ready(key, read_key);
+        normalise(key);
+        if (call.erase.data) pack(call.erase, span.batch, time, heads.key(head), 1, 0, key_dim, nullptr, nullptr, read_erase, kp, 1);
+        decay(call.erase.data ? read_erase : key, read_erase);
         for (int64_t i = 0; i < readers; ++i) {
             float* q = queries + i * kp;
             pack(call.q, span.batch, time, heads.query(head * readers + i), 1, 0, key_dim, nullptr, nullptr, q, kp, 1);
-            ready(q, read_queries + i * kp);
+            normalise(q);
+            decay(q, read_queries + i * kp);
             F both = zero();
             for (int64_t c = 0; c < kp; c += L) both = fma(load(key + c), load(q + c), both);
             products[i] = sum(both);
@@ -149,7 +153,7 @@ struct Step {
             unpack(out + i * vp, vp, 1, value_dim, call.o, span.batch, time, head * readers + i, 0);
         }
         if (!call.normalize) return;
-        const float u = beta * (1.0f - read_normaliser(z, read_key));
+        const float u = beta * (1.0f - read_normaliser(z, read_erase));
         for (int64_t f = 0; f < key_dim; ++f) z[f] = rate[f] * z[f] + key[f] * u;
     }
 
@@ -162,7 +166,7 @@ struct Step {
         return sum(total);
     }
     float denominator(const float* z, const float* query, float along_key, float beta) const {
-        return read_normaliser(z, query) + along_key * beta * (1.0f - read_normaliser(z, read_key));
+        return read_normaliser(z, query) + along_key * beta * (1.0f - read_normaliser(z, read_erase));
     }
 
     void run_head(int64_t sequence, int64_t head) {

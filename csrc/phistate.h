@@ -14,7 +14,7 @@
 #define PHISTATE_API __attribute__((visibility("default")))
 #endif
 
-#define PHISTATE_ABI 5 /* raised whenever a structure or a function below changes */
+#define PHISTATE_ABI 6 /* raised whenever a structure or a function below changes */
 
 #ifdef __cplusplus
 extern "C" {
@@ -73,6 +73,7 @@ typedef struct phistate_linear_attention {
      * and d_k are gradients of x. */
     int64_t map;                            /* enum phistate_map */
     double map_scale;
+    phistate_view erase, d_erase;           /* the delta kernels': erase keys, laid out as k, never normalised; absent: k */
 } phistate_linear_attention;
 
 /* One operand of shape [batch, time, groups, channels], any strides; without groups, group is 0. */

@@ -18,9 +18,9 @@ from torch import Tensor
 from phistate import State, linear_attention
 
 DECAYS = ("none", "head", "scalar", "vector")
-WRITES = ("add", "delta")
+WRITES = ("add", "delta", "erase")  # erase: a delta write with an erase key of its own
 HEADS = ((2, 2, 2), (4, 2, 2), (4, 1, 1), (2, 2, 4), (1, 2, 4), (4, 4, 2))
-INPUTS = ("q", "k", "v", "decay", "beta")
+INPUTS = ("q", "k", "v", "decay", "beta", "erase")
 EVERY_MIXER = [
     pytest.param(decay, write, normalize, id=f"{decay}-{write}-{'normalized' if normalize else 'plain'}")
     for decay in DECAYS
@@ -78,7 +78,11 @@ def make_case(
         "decay": None if shape is None else -strong * torch.rand(shape, dtype=torch.float64),
         "beta": torch.rand(B, T, Hs, dtype=torch.float64) if beta else None,
     }
-    return Case(tensors, {"write": write, "normalize": normalize, "qk_l2norm": write == "delta"})
+    if write == "erase":
+        # Short, for k eᵀ has eigenvalues of either sign: a long product of I − β k eᵀ is not to grow.
+        tensors["erase"] = 0.5 * torch.nn.functional.normalize(draw(B, T, Hk, K, dtype=torch.float64), dim=-1)
+    options = {"write": "add" if write == "add" else "delta", "normalize": normalize, "qk_l2norm": write != "add"}
+    return Case(tensors, options)
 
 
 def oracle(case: Case, **more: object) -> tuple[Tensor, State]:
@@ -134,7 +138,7 @@ class Conformance:
         for form, dtype in self.variants() if heads == HEADS[1] else self.exact():
             given = case.to(dtype)
             rounded = given.to(torch.float64)
-            names = [n for n in INPUTS if rounded.tensors[n] is not None]
+            names = [n for n in INPUTS if rounded.tensors.get(n) is not None]
             for c in (given, rounded):
                 for n in names:
                     c.tensors[n] = c.tensors[n].detach().requires_grad_()
@@ -172,7 +176,7 @@ class Conformance:
             heads=heads,
             K=K,
             V=V,
-            beta=beta or write == "delta",
+            beta=beta or write != "add",
             strong=strong,
         )
         for form, dtype in self.exact():
@@ -221,6 +225,7 @@ class Conformance:
     def test_padding_changes_nothing(self, decay, write, normalize):
         case = make_case(decay, write, normalize, B=1, T=70, heads=(2, 2, 4))
         poison = dict(make_case(decay, write, normalize, B=1, T=78, heads=(2, 2, 4)).tensors.items())
+        learnt = ("q", "k", "v", "erase")
         for name, padded in {
             "left": [*range(8)],
             "right": [*range(70, 78)],
@@ -236,7 +241,7 @@ class Conformance:
                     if x is None or x.ndim == 1:
                         tensors[n] = given.tensors[n]
                         continue
-                    x = torch.full_like(x, float("nan") if n in "qkv" else -0.5)
+                    x = torch.full_like(x, float("nan") if n in learnt else -0.5)
                     x[:, kept] = given.tensors[n]
                     tensors[n] = x.requires_grad_()
                 warm = self.run(given, form)[1]
@@ -246,7 +251,7 @@ class Conformance:
                 assert not got[:, padded].any()
                 assert_near(state.s, want_state.s, dtype, name)
                 assert state.tokens.tolist() == [140]
-                for grad in torch.autograd.grad(got.sum(), [x for n, x in tensors.items() if n in "qkv"]):
+                for grad in torch.autograd.grad(got.sum(), [x for n, x in tensors.items() if n in learnt]):
                     assert bool(torch.isfinite(grad).all())
                     assert not grad[:, padded].any()
 
@@ -297,6 +302,67 @@ class Conformance:
             for spelled in (d.expand(B, T, 2), d[:, None].expand(B, T, 2, K)):
                 got = self.run(given.with_(decay=spelled), form)[0]
                 assert_near(got, want, dtype, "constant decay spelled out")
+
+    @pytest.mark.parametrize("decay", DECAYS)
+    @pytest.mark.parametrize("normalize", [False, True])
+    @pytest.mark.parametrize("heads", [(4, 2, 2), (2, 2, 4)], ids=str)
+    def test_to_erase_by_the_key_is_the_delta_write(self, decay, normalize, heads):
+        case = make_case(decay, "delta", normalize, heads=heads, T=75)
+        case.tensors["k"] = torch.nn.functional.normalize(case.tensors["k"], dim=-1)
+        plain = {**case.options, "qk_l2norm": False}
+        for form, dtype in self.exact():
+            tied = {n: x if x is None else x.requires_grad_() for n, x in case.to(dtype).tensors.items()}
+            apart = {n: x if x is None else x.detach().requires_grad_() for n, x in tied.items()}
+            apart["erase"] = apart["k"].detach().clone().requires_grad_()
+            want, want_state = self.run(Case(tied, plain), form)
+            got, state = self.run(Case(apart, plain), form)
+            assert_near(got, want, dtype, "o")
+            assert_near(state.s, want_state.s, dtype, "s")
+            names = [n for n, x in tied.items() if x is not None]
+            wants = dict(zip(names, gradients(want, want_state, [tied[n] for n in names]), strict=True))
+            *grads, of_erase = gradients(got, state, [apart[n] for n in [*names, "erase"]])
+            grads = dict(zip(names, grads, strict=True))
+            grads["k"] = grads["k"] + of_erase
+            for n in names:
+                assert_near(grads[n], wants[n], dtype, f"gradient of {n}")
+
+    @pytest.mark.parametrize("decay", DECAYS)
+    def test_a_transition_of_two_keys_is_two_steps(self, decay):
+        """S ← (I − β b cᵀ) Diag(a) S + k vᵀ: erase by c along b with no value, then write along k without erasing."""
+        T = 40
+        case = make_case(decay, "erase", T=T)
+        for form, dtype in self.exact():
+            given = case.to(dtype)
+            q, k, v, c = (given.tensors[n] for n in ("q", "k", "v", "erase"))
+            b, k = torch.nn.functional.normalize(torch.randn_like(k), dim=-1), 0.3 * k
+            beta, decays = given.tensors["beta"], given.tensors["decay"]
+
+            def twice(first, second):
+                return torch.stack([first, second], 2).flatten(1, 2)
+
+            steps = {"q": twice(q, q), "k": twice(b, k), "v": twice(torch.zeros_like(v), v)}
+            steps |= {
+                "beta": twice(beta, torch.ones_like(beta)),
+                "erase": twice(c, torch.zeros_like(c)),
+                "decay": decays,
+            }
+            if decays is not None and decays.ndim > 1:
+                steps["decay"] = twice(decays, torch.zeros_like(decays))
+            if decay == "head":
+                spelled = decays.expand(*beta.shape)
+                steps["decay"] = twice(spelled, torch.zeros_like(spelled))
+            got, state = self.run(Case(steps, {"write": "delta"}), form, scale=1.0)
+            S, rows = torch.zeros(2, 2, 5, 3, dtype=torch.float64), []
+            for t in range(T):
+                if decays is not None:
+                    a = (decays if decays.ndim == 1 else decays[:, t]).double().exp()
+                    S = S * (a.unsqueeze(-1) if decay == "vector" else a[..., None, None])
+                held = torch.einsum("bhkv,bhk->bhv", S, c[:, t].double()) * beta[:, t].double().unsqueeze(-1)
+                S = S - torch.einsum("bhk,bhv->bhkv", b[:, t].double(), held)
+                S = S + torch.einsum("bhk,bhv->bhkv", k[:, t].double(), v[:, t].double())
+                rows.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t].double()))
+            assert_near(got[:, 1::2], torch.stack(rows, 1), dtype, "o")
+            assert_near(state.s, S, dtype, "s")
 
     @pytest.mark.parametrize(("decay", "write", "normalize"), EVERY_MIXER)
     @pytest.mark.parametrize("heads", [(4, 2, 2), (6, 1, 1), (2, 2, 6), (1, 4, 2)], ids=str)

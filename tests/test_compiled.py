@@ -63,12 +63,15 @@ class TestOneGraph:
 
         assert_one_graph(call, [*self.qkv(dtype, grad=True), decay.requires_grad_()], dynamic=dynamic)
 
-    def test_of_the_delta_write(self, dtype):
-        def call(offsets, q, k, v):
+    @pytest.mark.parametrize("erases", [False, True])
+    def test_of_the_delta_write(self, dtype, erases):
+        def call(offsets, q, k, v, erase=None):
             options = {"write": "delta", "qk_l2norm": True, "return_state": True}
-            return parts(linear_attention(q, k, v, cu_seqlens=offsets, **options))
+            return parts(linear_attention(q, k, v, erase=erase, cu_seqlens=offsets, **options))
 
-        assert_one_graph(call, self.qkv(dtype, grad=True), dynamic=dtype == torch.float32)
+        erase = [0.1 * torch.rand(1, T, 2, 8, dtype=dtype)] if erases else []
+        tensors = [*self.qkv(dtype, grad=True), *(x.requires_grad_() for x in erase)]
+        assert_one_graph(call, tensors, dynamic=dtype == torch.float32)
 
     @pytest.mark.parametrize(("name", "decayed"), [("elu", True), ("cosformer", False), ("favor+", False)])
     def test_of_a_map(self, dtype, name, decayed):

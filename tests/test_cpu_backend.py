@@ -12,7 +12,7 @@ from phistate import State, feature_map, linear_attention
 from phistate.features.pointwise import Elu
 from phistate.ops.backends import native
 from phistate.ops.backends.cpu import step_
-from tests.conformance import EVERY_MIXER, INPUTS, Conformance, assert_near, gradients, make_case, oracle
+from tests.conformance import EVERY_MIXER, INPUTS, WRITES, Conformance, assert_near, gradients, make_case, oracle
 from tests.conftest import ISAS
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no native library: {native.why_not()}")
@@ -70,7 +70,7 @@ def test_gradients_of_odd_shapes(instruction_set, decay, write, normalize, T, K,
     """Sizes one beside those that fill vectors, strips and chunks: where a kernel would write past an end."""
     case = make_case(decay, write, normalize, B=1, T=T, heads=(2, 1, 1), K=K, V=V, strong=0.1)
     given, wide = case.to(torch.float32), case.to(torch.float32).to(torch.float64)
-    names = [n for n in INPUTS if case.tensors[n] is not None]
+    names = [n for n in INPUTS if case.tensors.get(n) is not None]
     for c in (given, wide):
         for n in names:
             c.tensors[n] = c.tensors[n].requires_grad_()
@@ -90,7 +90,7 @@ def test_past_a_segment(decay, normalize, packed):
     """Backward starts again from states kept every 512 tokens."""
     case = make_case(decay, "add", normalize, B=1 if packed else 2, T=1100, heads=(4, 2, 1), K=9, V=17, strong=0.02)
     more = {"cu_seqlens": torch.tensor([0, 3, 600, 600, 1100])} if packed else {}
-    names = [n for n in INPUTS if case.tensors[n] is not None]
+    names = [n for n in INPUTS if case.tensors.get(n) is not None]
     given = case.to(torch.float32)
     wide = given.to(torch.float64)
     for c in (given, wide):
@@ -150,7 +150,7 @@ def test_map_on_the_way(instruction_set, name, decay, normalize, layout):
     more = {"cu_seqlens": torch.tensor([0, 5, 5, 40, T])} if layout == "packed" else {}
     if layout == "padded":
         more["mask"] = torch.rand(2, T) > 0.3
-    names = [n for n in INPUTS if case.tensors[n] is not None]
+    names = [n for n in INPUTS if case.tensors.get(n) is not None]
     results = []
     for dtype, backend in ((torch.float32, "cpu"), (torch.float64, "torch")):
         one = case.to(torch.float32).to(dtype)
@@ -189,7 +189,7 @@ def test_map_of_a_subclass_is_its_own():
 def test_sequence_in_parts(decay, heads):
     """Fewer states than threads: the sequence is cut, and everything is as if it were not."""
     case = make_case(decay, "add", True, B=1, T=8500, heads=heads, K=9, V=17, strong=0.002).to(torch.float32)
-    names = [n for n in INPUTS if case.tensors[n] is not None]
+    names = [n for n in INPUTS if case.tensors.get(n) is not None]
     _, begun = linear_attention(**case.time(slice(0, 7)).tensors, **case.options, return_state=True)
     results = []
     for threads in (1, 2, 3, 4):
@@ -215,8 +215,14 @@ def test_packed_sequences_in_parts():
     torch.testing.assert_close(got[1].s, want[1].s, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("decay", "write", "normalize"), EVERY_MIXER)
-@pytest.mark.parametrize("name", ["q", "k", "v", "beta"])
+@pytest.mark.parametrize(
+    ("decay", "write", "normalize", "name"),
+    [
+        pytest.param(*mixer.values, name, id=f"{mixer.id}-{name}")
+        for mixer in EVERY_MIXER
+        for name in ("q", "k", "v", "beta", *(["erase"] if "erase" in mixer.values else []))
+    ],
+)
 def test_what_is_no_number_stays_behind_its_token(instruction_set, decay, write, normalize, name):
     """A block of rows multiplies what lies above its diagonal by zero, and zero times NaN is NaN."""
     case = make_case(decay, write, normalize, B=1, T=80, heads=(4, 2, 2), K=17, V=37).to(torch.float32)
@@ -253,19 +259,22 @@ def test_long_sequence():
     torch.testing.assert_close(end.s, state.s, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_opcheck(delta):
+@pytest.mark.parametrize("write", WRITES)
+def test_opcheck(write):
+    delta = write != "add"
     q, k, v = (torch.rand(2, 40, 2, n, requires_grad=True) for n in (8, 8, 6))
     decay = (-torch.rand(2, 40, 2)).requires_grad_()
+    erase = torch.rand(2, 40, 2, 8, requires_grad=True) if write == "erase" else None
     s, z = torch.rand(2, 2, 8, 6, requires_grad=True), torch.rand(2, 2, 8, requires_grad=True)
     # scale, normalize, causal, delta, qk_l2norm, map, map_scale
     options = (0.5, True, True, delta, delta, None if delta else "elu", 0.7)
     torch.library.opcheck(
-        torch.ops.phistate.linear_attention.default, (q, k, v, decay, None, s, z, None, None, *options, True)
+        torch.ops.phistate.linear_attention.default, (q, k, v, decay, None, erase, s, z, None, None, *options, True)
     )
-    one = [x.detach()[:, :1] for x in (q, k, v)]
+    q, k, v, erase = (None if x is None else x.detach()[:, :1] for x in (q, k, v, erase))
     torch.library.opcheck(
-        torch.ops.phistate.linear_attention_step_.default, (*one, None, None, s.detach(), z.detach(), 0.5, delta, delta)
+        torch.ops.phistate.linear_attention_step_.default,
+        (q, k, v, None, None, erase, s.detach(), z.detach(), 0.5, delta, delta),
     )
 
 
@@ -286,12 +295,12 @@ def test_kernels_read_no_offsets_that_do_not_fit(delta, offsets):
     options = (0.5, False, True, delta, False, None, 0.0)
     run = torch.ops.phistate.linear_attention.default
     with pytest.raises(RuntimeError, match="cu_seqlens: takes offsets from 0 to T that never decrease"):
-        run(q, k, v, None, None, None, None, None, packed, *options, False)
-    o, s, z, kept, denominators = run(q, k, v, None, None, None, None, None, None, *options, True)
+        run(q, k, v, *(None,) * 6, packed, *options, False)
+    o, s, z, kept, denominators = run(q, k, v, *(None,) * 7, *options, True)
     with pytest.raises(RuntimeError, match="cu_seqlens: takes offsets from 0 to T that never decrease"):
         torch.ops.phistate.linear_attention_backward.default(
-            *(q, k, v, None, None, None, None, None, packed, *options),
-            *(o, None, None, o, s, z, kept, denominators, False, False, False, False),
+            *(q, k, v, *(None,) * 6, packed, *options),
+            *(o, None, None, o, s, z, kept, denominators, *(False,) * 5),
         )
 
 

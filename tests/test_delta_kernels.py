@@ -14,14 +14,19 @@ pytestmark = [
 ]
 
 
+WRITES = ("delta", "erase")
+"""By the key itself, and by an erase key."""
+
+
 def attend(*, s=None, z=None, **arguments):
     initial = None if s is None else State(s=s, z=z, tokens=torch.zeros(s.shape[0], dtype=torch.int64))
     return linear_attention(**arguments, write="delta", initial_state=initial, backend="cpu", return_state=True)
 
 
 @pytest.mark.parametrize("T", [3, 70])
-def test_no_decay_is_a_decay_of_zero(T):
-    case = make_case("none", "delta", T=T, K=20, V=20).to(torch.float32)
+@pytest.mark.parametrize("write", WRITES)
+def test_no_decay_is_a_decay_of_zero(T, write):
+    case = make_case("none", write, T=T, K=20, V=20).to(torch.float32)
     want, state = attend(**case.tensors, qk_l2norm=True)
     for shape in ((2,), (2, T, 2), (2, T, 2, 20)):
         got, after = attend(**{**case.tensors, "decay": torch.zeros(shape)}, qk_l2norm=True)
@@ -58,11 +63,12 @@ def test_growth_is_the_recurrence_own():
 
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 @pytest.mark.parametrize("T", [1, 40])
-def test_more_value_heads_than_key_heads(decay, T):
-    case = make_case(decay, "delta", heads=(2, 2, 6), T=T, K=20, V=10).to(torch.float32)
+@pytest.mark.parametrize("write", WRITES)
+def test_more_value_heads_than_key_heads(decay, T, write):
+    case = make_case(decay, write, heads=(2, 2, 6), T=T, K=20, V=10).to(torch.float32)
     tensors = {n: x if x is None else x.requires_grad_() for n, x in case.tensors.items()}
     o, state = attend(**tensors, qk_l2norm=True)
-    spelled = {**tensors, "q": tensors["q"].repeat_interleave(3, 2), "k": tensors["k"].repeat_interleave(3, 2)}
+    spelled = {n: x.repeat_interleave(3, 2) if n in ("q", "k", "erase") else x for n, x in tensors.items()}
     want, want_state = attend(**spelled, qk_l2norm=True)
     assert_near(o, want, torch.float32)
     assert_near(state.s, want_state.s, torch.float32)
@@ -73,9 +79,10 @@ def test_more_value_heads_than_key_heads(decay, T):
 
 @pytest.mark.parametrize("decay", ["scalar", "vector"])
 @pytest.mark.parametrize("weak", [-3.0e-8, -1e-12])
-def test_rounding_never_makes_a_decay_grow(decay, weak):
+@pytest.mark.parametrize("write", WRITES)
+def test_rounding_never_makes_a_decay_grow(decay, weak, write):
     # A sum of −1e4 and tiny decays loses them; a difference of two such sums can come out positive.
-    case = make_case(decay, "delta", B=1, T=64, K=20).to(torch.float32)
+    case = make_case(decay, write, B=1, T=64, K=20).to(torch.float32)
     case.tensors["decay"] = torch.full_like(case.tensors["decay"], weak)
     case.tensors["decay"][:, ::7] = -1e4
     want, want_state = oracle(case)
@@ -86,8 +93,9 @@ def test_rounding_never_makes_a_decay_grow(decay, weak):
 
 @pytest.mark.parametrize("decay", ["head", "scalar", "vector"])
 @pytest.mark.parametrize("strong", [60.0, 1e4, 3e37])
-def test_strong_decay_forms_no_inverse(decay, strong):
-    case = make_case(decay, "delta", B=1, T=64, K=20, strong=strong).to(torch.float32)
+@pytest.mark.parametrize("write", WRITES)
+def test_strong_decay_forms_no_inverse(decay, strong, write):
+    case = make_case(decay, write, B=1, T=64, K=20, strong=strong).to(torch.float32)
     wide = {n: x.double().requires_grad_() for n, x in case.tensors.items()}
     tensors = {n: x.requires_grad_() for n, x in case.tensors.items()}
     want, want_state = linear_attention(
@@ -101,9 +109,10 @@ def test_strong_decay_forms_no_inverse(decay, strong):
 
 
 @pytest.mark.parametrize("decay", ["head", "scalar", "vector"])
-def test_gradient_of_a_decay_that_passes_little(decay):
+@pytest.mark.parametrize("write", WRITES)
+def test_gradient_of_a_decay_that_passes_little(decay, write):
     # What passes is e⁻¹⁰ of what is there: a difference of running sums would leave only rounding.
-    case = make_case(decay, "delta", B=1, T=40, K=16, V=16)
+    case = make_case(decay, write, B=1, T=40, K=16, V=16)
     case.tensors["decay"] = torch.full_like(case.tensors["decay"], -10.0)
     wide = {n: x.clone().requires_grad_() for n, x in case.tensors.items()}
     tensors = {n: x.float().requires_grad_() for n, x in case.tensors.items()}
@@ -115,8 +124,9 @@ def test_gradient_of_a_decay_that_passes_little(decay):
 
 
 @pytest.mark.parametrize(("decay", "normalize"), [("scalar", False), ("vector", True)])
-def test_gradients_across_kept_states(decay, normalize):
-    case = make_case(decay, "delta", normalize, B=1, T=1100, heads=(1, 1, 2), K=5, V=3, strong=0.05)
+@pytest.mark.parametrize("write", WRITES)
+def test_gradients_across_kept_states(decay, normalize, write):
+    case = make_case(decay, write, normalize, B=1, T=1100, heads=(1, 1, 2), K=5, V=3, strong=0.05)
     wide = {n: x.requires_grad_() for n, x in case.tensors.items()}
     tensors = {n: x.detach().float().requires_grad_() for n, x in case.tensors.items()}
     bounds = torch.tensor([0, 515, 516, 1100])
@@ -131,8 +141,9 @@ def test_gradients_across_kept_states(decay, normalize):
 @pytest.mark.parametrize("decay", ["none", "head", "scalar", "vector"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("V", [3, 64, 100])
-def test_steps_in_place_are_the_sequence(decay, normalize, V):
-    case = make_case(decay, "delta", normalize, T=9, heads=(4, 2, 2), K=20, V=V).to(torch.float32)
+@pytest.mark.parametrize("write", WRITES)
+def test_steps_in_place_are_the_sequence(decay, normalize, V, write):
+    case = make_case(decay, write, normalize, T=9, heads=(4, 2, 2), K=20, V=V).to(torch.float32)
     want, state = attend(**case.tensors, normalize=normalize, qk_l2norm=True)
     s = torch.zeros(2, 2, 20, V)
     z = torch.zeros(2, 2, 20) if normalize else None
@@ -150,9 +161,10 @@ def test_steps_in_place_are_the_sequence(decay, normalize, V):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
-def test_half_precision_errs_at_most_twice_what_torch_does(dtype, decay):
+@pytest.mark.parametrize("write", WRITES)
+def test_half_precision_errs_at_most_twice_what_torch_does(dtype, decay, write):
     # Torch in float32 on the same half-precision inputs, its result rounded: the strictest reading of "plain torch".
-    case = make_case(decay, "delta", B=1, T=200, heads=(2, 2, 2), K=64, V=64, strong=0.1).to(dtype)
+    case = make_case(decay, write, B=1, T=200, heads=(2, 2, 2), K=64, V=64, strong=0.1).to(dtype)
     want, _ = oracle(case)
     plain = linear_attention(**case.tensors, write="delta", qk_l2norm=True, backend="torch")
     got, _ = attend(**case.tensors, qk_l2norm=True)
@@ -168,3 +180,48 @@ def test_columns_are_shared_out_where_states_are_few():
     assert_near(got, want, torch.float32)
     assert_near(after.s, state.s, torch.float32)
     assert_near(after.z, state.z, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", ["none", "head", "scalar", "vector"])
+@pytest.mark.parametrize("T", [1, 75])
+def test_to_erase_by_the_key_is_the_delta_write_bit_by_bit(dtype, decay, T):
+    case = make_case(decay, "delta", T=T, heads=(2, 2, 4), K=20, V=21, strong=0.1).to(dtype)
+    case.tensors["k"] = torch.nn.functional.normalize(case.tensors["k"], dim=-1)
+    want, want_state = attend(**case.tensors)
+    got, state = attend(**case.tensors, erase=case.tensors["k"].clone())
+    assert torch.equal(got, want)
+    assert torch.equal(state.s, want_state.s)
+
+
+@pytest.mark.parametrize("decay", ["none", "vector"])
+@pytest.mark.parametrize("T", [1, 40])
+def test_erase_keys_may_be_wide(decay, T):
+    case = make_case(decay, "erase", T=T, heads=(4, 1, 2), K=20, V=21, strong=0.1)
+    given = case.to(torch.bfloat16).with_(erase=case.tensors["erase"].float().requires_grad_()).tensors
+    wide = {n: x if x is None else x.detach().double() for n, x in given.items()}
+    wide["erase"].requires_grad_()
+    got, state = attend(**given, qk_l2norm=True)
+    want, want_state = linear_attention(**wide, write="delta", qk_l2norm=True, return_state=True)
+    assert_near(state.s, want_state.s, torch.float32)
+    (a,), (b,) = gradients(got, state, [given["erase"]]), gradients(want, want_state, [wide["erase"]])
+    assert a.dtype == torch.float32
+    assert_near(a, b, torch.bfloat16)
+
+
+def test_erase_keys_of_any_strides():
+    case = make_case("scalar", "erase", T=40, K=20, V=21, strong=0.1).to(torch.float32)
+    erase = case.tensors["erase"]
+    want, _ = attend(**case.tensors, qk_l2norm=True)
+    for view in (
+        erase.mT.contiguous().mT,
+        torch.stack([erase, erase], -1)[..., 0],
+        torch.stack([erase] * 2, 2)[:, :, 1],
+    ):
+        given = view.detach().requires_grad_()
+        got, _ = attend(**{**case.tensors, "erase": given}, qk_l2norm=True)
+        assert torch.equal(got, want)
+        assert torch.autograd.grad(got.sum(), given)[0].shape == erase.shape
+    row = erase[:1, :1]
+    want, _ = attend(**{**case.tensors, "erase": row.expand_as(erase).contiguous()}, qk_l2norm=True)
+    assert torch.equal(attend(**{**case.tensors, "erase": row.expand_as(erase)}, qk_l2norm=True)[0], want)

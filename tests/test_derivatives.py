@@ -234,13 +234,17 @@ def test_steps_lose_no_tangent():
         q = forward_ad.make_dual(torch.randn(1, 1, 2, 3), torch.randn(1, 1, 2, 3))
         with pytest.raises(ValueError, match="gradient"):
             phistate.linear_attention_step_(state, q, q, q)
+        plain = torch.randn(1, 1, 2, 3)
+        with pytest.raises(ValueError, match="gradient"):
+            phistate.linear_attention_step_(state, plain, plain, plain, write="delta", erase=q)
     assert not state.s.any()
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_second_derivatives_of_masked_and_packed(masked, packed):
-    case = make_case("scalar", "delta", True, B=1, T=70, heads=(2, 2, 2), K=4, V=3, strong=0.1).to(torch.float32)
+@pytest.mark.parametrize("write", ["delta", "erase"])
+def test_second_derivatives_of_masked_and_packed(masked, packed, write):
+    case = make_case("scalar", write, True, B=1, T=70, heads=(2, 2, 2), K=4, V=3, strong=0.1).to(torch.float32)
     more = {}
     if masked:
         more["mask"] = torch.arange(70)[None] % 4 != 2

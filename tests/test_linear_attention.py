@@ -56,6 +56,28 @@ BAD = {
     "decay is a number": ({"decay": -0.1}, TypeError, "decay: got float"),
     "shape of beta": ({"beta": torch.rand(2, 6, 4)}, ValueError, r"beta: got shape \(2, 6, 4\); takes \(2, 6, 2\)"),
     "write": ({"write": "erase"}, ValueError, "write: got 'erase'; takes 'add', 'delta'"),
+    "erase of an additive write": (
+        {"erase": K},
+        ValueError,
+        "erase: got a tensor with write='add'; takes None, or write='delta'",
+    ),
+    "erase is a list": ({"write": "delta", "erase": [1.0]}, TypeError, "erase: got list"),
+    "shape of erase": (
+        {"write": "delta", "erase": Q},
+        ValueError,
+        r"erase: got shape \(2, 6, 4, 8\); takes \(2, 6, 2, 8\)",
+    ),
+    "dtype of erase": (
+        {"write": "delta", "erase": K.double()},
+        TypeError,
+        "erase: got torch.float64; takes torch.float32",
+    ),
+    "device of erase": ({"write": "delta", "erase": K.to("meta")}, ValueError, "erase: got device meta; takes cpu"),
+    "erase with a feature map": (
+        {"write": "delta", "erase": K, "feature_map": phistate.feature_map("elu", head_dim=8)},
+        ValueError,
+        "erase: got a tensor with a feature map",
+    ),
     "form": ({"form": "fast"}, ValueError, "form: got 'fast'; takes 'auto'"),
     "backend": ({"backend": "tpu"}, ValueError, "backend: got 'tpu'; takes 'auto'"),
     "signed": ({"signed": "maybe"}, ValueError, "signed: got 'maybe'"),
@@ -330,6 +352,13 @@ class TestStep:
             phistate.linear_attention_step_(state, Q[:, :1].clone().requires_grad_(), K[:, :1], V[:, :1])
         with pytest.raises(TypeError, match="state: got Tensor"):
             phistate.linear_attention_step_(state.s, Q[:, :1], K[:, :1], V[:, :1])
+        one = (state, Q[:, :1], K[:, :1], V[:, :1])
+        with pytest.raises(ValueError, match="erase: got a tensor with write='add'"):
+            phistate.linear_attention_step_(*one, erase=K[:, :1])
+        with pytest.raises(ValueError, match=r"erase: got shape \(2, 6, 2, 8\); takes \(2, 1, 2, 8\)"):
+            phistate.linear_attention_step_(*one, write="delta", erase=K)
+        with pytest.raises(ValueError, match="gradient"):
+            phistate.linear_attention_step_(*one, write="delta", erase=K[:, :1].clone().requires_grad_())
         phi = phistate.feature_map("favor+", head_dim=8, num_features=8)
         _, mapped = linear_attention(Q, K, V, feature_map=phi, return_state=True)
         with pytest.raises(ValueError, match="^state: got a state made with the feature map"):

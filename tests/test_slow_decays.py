@@ -41,17 +41,25 @@ def test_a_sum_that_hardly_forgets(kind, threads, T, value):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_binding_that_nothing_overwrites(kind):
-    """Delta writes along another key leave the first value exp((T − 1) d) of itself, forward and backward."""
+@pytest.mark.parametrize("erases", [False, True])
+def test_a_binding_that_nothing_overwrites(kind, erases):
+    """Delta writes along another key leave the first value exp((T − 1) d) of itself, forward and backward.
+
+    With erase keys the other writes are small, and each erases by a whole key what it adds to.
+    """
     T, value = 10**6, -1e-6
     k = torch.zeros(1, T, 1, 2)
     k[:, 0, :, 0] = k[:, 1:, :, 1] = 1.0
     v = torch.ones(1, T, 1, 1, requires_grad=True)
+    erase = None
+    if erases:
+        k[:, 1:] *= 1e-3
+        erase = torch.zeros_like(k)
+        erase[..., 1] = 1.0
     beta = torch.ones(1, T, 1)
     decay = decays(kind, value, T, 2)
-    state = linear_attention(
-        k, k, v, decay=decay, beta=beta, write="delta", scale=1.0, return_state=True, backend="cpu"
-    )[1]
+    options = {"write": "delta", "erase": erase, "scale": 1.0, "return_state": True, "backend": "cpu"}
+    state = linear_attention(k, k, v, decay=decay, beta=beta, **options)[1]
     (gradient,) = torch.autograd.grad(state.s[0, 0, 0, 0], v)
     want = math.exp(torch.tensor(value).double().item() * (T - 1))
     assert state.s[0, 0, 0, 0].item() == pytest.approx(want, rel=ALLOWED)
@@ -69,7 +77,7 @@ def test_mamba2_that_hardly_forgets():
 
 
 @pytest.mark.parametrize("kind", ["scalar", "vector"])
-@pytest.mark.parametrize("write", ["add", "delta"])
+@pytest.mark.parametrize("write", ["add", "delta", "erase"])
 def test_a_reset_forgets_what_rounding_took(write, kind):
     T = 4096
     q, k, v = torch.randn(3, 1, T, 1, 4).unbind()
@@ -77,12 +85,13 @@ def test_a_reset_forgets_what_rounding_took(write, kind):
     beta = torch.rand(1, T, 1)
     decay = decays(kind, -1e-6, T, 4)
     decay[:, 2048] = float("-inf")
-    options = {"write": write, "return_state": True, "backend": "cpu"}
-    o, state = linear_attention(q, k, v, decay=decay, beta=beta, **options)
+    tensors = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
+    if write == "erase":
+        tensors["erase"] = 0.9 * k + 0.1 * q
+    options = {"write": "add" if write == "add" else "delta", "return_state": True, "backend": "cpu"}
+    o, state = linear_attention(**tensors, **options)
     part = slice(2048, T)
-    want, alone = linear_attention(
-        q[:, part], k[:, part], v[:, part], decay=decay[:, part], beta=beta[:, part], **options
-    )
+    want, alone = linear_attention(**{n: x[:, part] for n, x in tensors.items()}, **options)
     torch.testing.assert_close(o[:, part], want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state.s, alone.s, rtol=1e-5, atol=1e-5)
 

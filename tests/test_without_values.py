@@ -82,6 +82,17 @@ class TestShapes:
 
         assert shapes(without(kind, tensors, call)) == shapes(call(*tensors))
 
+    def test_of_a_step_that_erases(self, kind, backend):
+        q, k, v, erase = torch.rand(4, 2, 1, 2, 4).unbind()
+        tensors = (torch.rand(2, 2, 4, 4), torch.tensor([1, 2]), q, k, v, erase)
+
+        def call(s, tokens, q, k, v, erase):
+            return phistate.linear_attention_step_(
+                State(s=s, tokens=tokens), q, k, v, write="delta", erase=erase, backend=backend
+            )
+
+        assert shapes(without(kind, tensors, call)) == shapes(call(*tensors))
+
     def test_of_the_other_steps(self, kind, backend):
         x, dt, A = torch.randn(1, 4, 3), torch.rand(1, 4), -torch.rand(4)
         B, C = torch.randn(2, 1, 2, 5).unbind()

@@ -4,7 +4,7 @@ Per head, after the feature map has been applied to q and k (a_t = exp(decay_t),
 
     S'_t = Diag(a_t) S_{t-1}                              forget
     S_t  = S'_t + β_t k_t v_tᵀ                            write="add"
-    S_t  = S'_t + β_t k_t (v_t − S'_tᵀ k_t)ᵀ              write="delta"
+    S_t  = S'_t + β_t k_t (v_t − S'_tᵀ e_t)ᵀ              write="delta"; e = k unless an erase key is given
     o_t  = scale · S_tᵀ q_t                               read, after the write
     o_t  = o_t / (scale · z_tᵀ q_t)                       normaliser "sum"; z is S with v ≡ 1
 

@@ -35,6 +35,7 @@ def linear_attention(
     decay: Tensor | None = ...,
     beta: Tensor | None = ...,
     write: str = ...,
+    erase: Tensor | None = ...,
     normalize: bool = ...,
     feature_map: FeatureMap | None = ...,
     scale: float | None = ...,
@@ -59,6 +60,7 @@ def linear_attention(
     decay: Tensor | None = ...,
     beta: Tensor | None = ...,
     write: str = ...,
+    erase: Tensor | None = ...,
     normalize: bool = ...,
     feature_map: FeatureMap | None = ...,
     scale: float | None = ...,
@@ -82,6 +84,7 @@ def linear_attention(
     decay: Tensor | None = None,
     beta: Tensor | None = None,
     write: str = "add",
+    erase: Tensor | None = None,
     normalize: bool = False,
     feature_map: FeatureMap | None = None,
     scale: float | None = None,
@@ -101,7 +104,7 @@ def linear_attention(
 
         S'_t = Diag(a_t) S_{t-1}                          forget
         S_t  = S'_t + β_t k_t v_tᵀ                        write="add"
-        S_t  = S'_t + β_t k_t (v_t − S'_tᵀ k_t)ᵀ          write="delta"
+        S_t  = S'_t + β_t k_t (v_t − S'_tᵀ e_t)ᵀ          write="delta"; e = k unless ``erase`` is given
         o_t  = scale · S_tᵀ q_t                           read, after the write
         o_t  = o_t / (scale · z_tᵀ q_t)                   normalize=True; z is S with v ≡ 1
 
@@ -114,6 +117,9 @@ def linear_attention(
             In q's dtype or float32.
         beta: ``[B,T,Hs]`` write strength; None: 1. In q's dtype or float32.
         write: ``"add"``, or ``"delta"``: overwrite what the key held.
+        erase: ``[B,T,Hk,K]`` the key e that a delta write reads and erases by, taken as given: no feature map, no
+            ``qk_l2norm``. None: k. In q's dtype or float32. A row of zeros erases nothing, a row of zero values only
+            erases: an erasure along one key and a write along another are two steps.
         normalize: divide by the kernel's sum. A denominator of exactly zero gives a zero row; nothing is ever added.
         feature_map: φ, applied to q and k; None: they are features already. An exponential map is streamed in log
             space (additive writes), so it neither overflows nor needs an epsilon.
@@ -136,7 +142,8 @@ def linear_attention(
         TypeError: a wrong type or dtype.
 
     Sources: Katharopoulos et al. 2020 (arXiv:2006.16236) for the additive write and its normaliser; Schlag et al. 2021
-    (arXiv:2102.11174) for the delta write; Yang et al. 2024 (arXiv:2312.06635, 2412.06464) for decays.
+    (arXiv:2102.11174) for the delta write; Hu et al. 2025 (arXiv:2506.02475) for an erase key of its own; Yang et al.
+    2024 (arXiv:2312.06635, 2412.06464) for decays.
 
     >>> import torch, phistate
     >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind()
@@ -168,6 +175,7 @@ def linear_attention(
     check_side_input("decay", decay, q, [(heads,), (B, T, heads), (B, T, heads, features)])
     check_side_input("beta", beta, q, [(B, T, heads)])
     check_log("decay", decay)
+    _check_erase(erase, q, k, write, feature_map)
     if not causal and (write != "add" or decay is not None):
         got = f"write={write!r}" if write != "add" else "a decay"
         raise ValueError(f"causal: got False with {got}; takes additive writes without decay when not causal")
@@ -195,6 +203,7 @@ def linear_attention(
         v=v,
         decay=decay,
         beta=beta,
+        erase=erase,
         write=write,
         normalize=normalize,
         scale=D**-0.5 if scale is None else float(scale),
@@ -219,6 +228,18 @@ def linear_attention(
         tokens=_tokens(q, mask, offsets, initial_state),
         fingerprint=None if feature_map is None else feature_map.fingerprint,
     )
+
+
+def _check_erase(erase: Tensor | None, q: Tensor, k: Tensor, write: str, feature_map: FeatureMap | None) -> None:
+    if erase is None:
+        return
+    if write != "delta":
+        raise ValueError(f"erase: got a tensor with write={write!r}; takes None, or write='delta'")
+    if feature_map is not None:
+        raise ValueError(
+            "erase: got a tensor with a feature map, which is for q and k; takes None, or all three as features"
+        )
+    check_side_input("erase", erase, q, [tuple(k.shape)])
 
 
 def _check_state(
@@ -280,6 +301,7 @@ def linear_attention_step_(
     decay: Tensor | None = None,
     beta: Tensor | None = None,
     write: str = "add",
+    erase: Tensor | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     backend: str = "auto",
@@ -295,6 +317,7 @@ def linear_attention_step_(
         decay: ``[Hs]``, ``[B,1,Hs]`` or ``[B,1,Hs,K]``.
         beta: ``[B,1,Hs]``.
         write: as there.
+        erase: ``[B,1,Hk,K]``.
         scale: as there.
         qk_l2norm: as there.
         backend: as there.
@@ -325,7 +348,8 @@ def linear_attention_step_(
     check_side_input("decay", decay, q, [(heads,), (q.shape[0], 1, heads), (q.shape[0], 1, heads, features)])
     check_side_input("beta", beta, q, [(q.shape[0], 1, heads)])
     check_log("decay", decay)
-    check_no_gradient(q, k, v, decay, beta, state.s, state.z)
+    _check_erase(erase, q, k, write, None)
+    check_no_gradient(q, k, v, decay, beta, erase, state.s, state.z)
     normalize = state.z is not None
     _check_state("state", state, (q.shape[0], heads, features, v.shape[3]), q, normalize, None)
     check_overwritable("state.s", state.s)
@@ -339,6 +363,7 @@ def linear_attention_step_(
         v,
         decay=decay,
         beta=beta,
+        erase=erase,
         write=write,
         normalize=normalize,
         scale=features**-0.5 if scale is None else float(scale),

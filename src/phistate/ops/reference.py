@@ -2,7 +2,7 @@
 
     S'_t = Diag(exp d_t) S_{t-1}                          forget
     S_t  = S'_t + β_t k_t v_tᵀ                            write="add"
-    S_t  = S'_t + β_t k_t (v_t − S'_tᵀ k_t)ᵀ              write="delta"
+    S_t  = S'_t + β_t k_t (v_t − S'_tᵀ e_t)ᵀ              write="delta"; e = k unless an erase key is given
     o_t  = S_tᵀ q_t                                       read, after the write
 
 Every form takes the same arguments and gives (o, S_T):
@@ -11,10 +11,11 @@ Every form takes the same arguments and gives (o, S_T):
     k, v   [B,H,T,K]  [B,H,T,V]
     decay  [B,H,T,1] (one per step) or [B,H,T,K] (one per step and feature), ≤ 0; None: no forgetting
     beta   [B,H,T,1]; None: 1
+    e      [B,H,T,K]; None: the write is additive
     S      [B,H,K,V]
 
 Scale, normaliser, masks, head groups and packed sequences are the caller's (``backends/torch.py``): the normaliser
-z is S with v ≡ 1, so a column of ones in v carries it through every form, and a padded step is k = v = d = 0.
+z is S with v ≡ 1, so a column of ones in v carries it through every form, and a padded step is k = v = d = e = 0.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from torch import Tensor
 
 CHUNK = 64
 
-Form = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", str, Tensor], "tuple[Tensor, Tensor]"]
+Form = Callable[
+    [Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None", Tensor], "tuple[Tensor, Tensor]"
+]
 
 
 def recurrent(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, write: str, S: Tensor
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, e: Tensor | None, S: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The equation as written, one step at a time: the definition, and the decode step."""
     outputs = []
@@ -39,8 +42,8 @@ def recurrent(
         k_t, v_t = k[:, :, t], v[:, :, t]
         if decay is not None:
             S = decay[:, :, t].exp().unsqueeze(-1) * S
-        if write == "delta":
-            v_t = v_t - torch.einsum("bhkv,bhk->bhv", S, k_t)
+        if e is not None:
+            v_t = v_t - torch.einsum("bhkv,bhk->bhv", S, e[:, :, t])
         if beta is not None:
             v_t = beta[:, :, t] * v_t
         S = S + k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
@@ -49,35 +52,35 @@ def recurrent(
 
 
 def parallel(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, write: str, S: Tensor
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, e: Tensor | None, S: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The T×T kernel matrix times the writes: what attention is.
 
     With c_t = Σ_{i≤t} d_i, A(q,k)_tj = Σ_κ q_tκ k_jκ exp(Σ_{j<i≤t} d_iκ) for j ≤ t, and the writes
 
         U = βV                                             write="add"
-        (I + β strict_lower A(k,k)) U = β(V − (K⊙e^c) S)   write="delta", a triangular system
+        (I + β strict_lower A(e,k)) U = β(V − (E⊙exp c) S)   write="delta", a triangular system
 
     the read and the state after T steps are
 
-        O = (Q⊙e^c) S + A(q,k) U
-        S ← Diag(e^{c_T}) S + Σ_j (k_j ⊙ exp(Σ_{i>j} d_i)) u_jᵀ
+        O = (Q⊙exp c) S + A(q,k) U
+        S ← Diag(exp c_T) S + Σ_j (k_j ⊙ exp(Σ_{i>j} d_i)) u_jᵀ
 
     No decay ever enters but as a sum of decays, which is ≤ 0.
     """
-    k_start, q_start, k_end, left = k, q, k, S
+    e_start, q_start, k_end, left = e, q, k, S
     if decay is not None:
         since_start = decay.cumsum(-2).exp()
-        k_start = k * since_start
+        e_start = None if e is None else e * since_start
         q_start = q * since_start.unsqueeze(2)
         k_end = k * _sum_after(decay).exp()
         left = decay.sum(-2).exp().unsqueeze(-1) * S
 
-    u = v - k_start @ S if write == "delta" else v
+    u = v if e_start is None else v - e_start @ S
     if beta is not None:
         u = beta * u
-    if write == "delta":
-        interference = kernel_matrix(k.unsqueeze(2), k, decay).squeeze(2).tril(-1)
+    if e is not None:
+        interference = kernel_matrix(e.unsqueeze(2), k, decay).squeeze(2).tril(-1)
         if beta is not None:
             interference = beta * interference
         u = torch.linalg.solve_triangular(interference, u, upper=False, unitriangular=True)
@@ -87,7 +90,7 @@ def parallel(
 
 
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, write: str, S: Tensor
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, e: Tensor | None, S: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Parallel inside a chunk, the state between chunks: linear time by matrix products; training and prefill."""
     outputs = []
@@ -99,7 +102,7 @@ def chunked(
             v[:, :, chunk],
             None if decay is None else decay[:, :, chunk],
             None if beta is None else beta[:, :, chunk],
-            write,
+            None if e is None else e[:, :, chunk],
             S,
         )
         outputs.append(o)
@@ -107,7 +110,7 @@ def chunked(
 
 
 def bidirectional(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, write: str, S: Tensor
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, e: Tensor | None, S: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Not causal: every query reads the sum of all writes, S + Σ_j β_j k_j v_jᵀ; for additive writes without decay."""
     S = S + k.mT @ (v if beta is None else beta * v)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VERSION = 5
+VERSION = 6
 """PHISTATE_ABI."""
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -72,6 +72,7 @@ class LinearAttention(Structure):
         (c_void_p, "log_scale0 log_scale"),
         (c_int64, "map"),
         (c_double, "map_scale"),
+        (View, "erase d_erase"),
     )
 
 

@@ -16,6 +16,7 @@ class Call:
     """One request to run the equation: arguments checked, features ready, shapes agreed.
 
     ``q [B,T,Hq,K]``, ``k [B,T,Hk,K]``, ``v [B,T,Hv,V]``; ``decay [Hs] | [B,T,Hs] | [B,T,Hs,K]``; ``beta [B,T,Hs]``;
+    ``erase [B,T,Hk,K]`` (None: the delta write erases by k);
     initial state ``s [N,Hs,K,V]`` and ``z [N,Hs,K]`` in :attr:`accumulation`, N = B or the number of packed sequences;
     ``mask [B,T]`` bool; ``cu_seqlens [N+1]`` int64 on the CPU, whose numbers a trace cannot read
     (:mod:`phistate.ops.packing`).
@@ -32,6 +33,7 @@ class Call:
     v: Tensor
     decay: Tensor | None = None
     beta: Tensor | None = None
+    erase: Tensor | None = None
     write: str = "add"
     normalize: bool = False
     scale: float = 1.0

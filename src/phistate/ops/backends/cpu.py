@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ class CpuBackend:
             reasons.append(f"form={call.form!r}: the kernels are chunked")
         if 0 in (call.q.shape[0], *call.q.shape[2:], *call.k.shape[2:], *call.v.shape[2:]):
             reasons.append("a dimension other than time is empty")
-        reasons += derivatives.reasons_against(call.q, call.k, call.v, call.decay, call.beta, call.s, call.z)
+        reasons += derivatives.reasons_against(*_inputs(call))
         return reasons
 
     def run(self, call: Call) -> Result:
@@ -41,10 +43,9 @@ class CpuBackend:
         delta, phi = call.write == "delta", call.feature_map
         if phi is not None and (delta or call.qk_l2norm or phi.pointwise not in abi.MAPS):  # no kernel maps on the way
             call, phi = call.mapped(), None
-        q, k = call.q, call.k
         if call.qk_l2norm and not delta:  # the delta kernels do it themselves
-            q, k = _l2norm(q, call.mask), _l2norm(k, call.mask)
-        inputs = (q, k, call.v, call.decay, call.beta, call.s, call.z)
+            call = replace(call, q=_l2norm(call.q, call.mask), k=_l2norm(call.k, call.mask))
+        inputs = _inputs(call)
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         o, s, z, _, _ = linear_attention(
             *inputs,
@@ -85,6 +86,7 @@ class CpuBackend:
             *dense,
             decay=call.decay,
             beta=call.beta,
+            erase=call.erase,
             scale=call.scale,
             write=call.write,
             qk_l2norm=call.qk_l2norm,
@@ -105,6 +107,7 @@ def step_(
     *,
     decay: Tensor | None = None,
     beta: Tensor | None = None,
+    erase: Tensor | None = None,
     scale: float = 1.0,
     write: str = "add",
     qk_l2norm: bool = False,
@@ -116,7 +119,14 @@ def step_(
     delta = write == "delta"
     if qk_l2norm and not delta:
         q, k = _l2norm(q, None), _l2norm(k, None)
-    return torch.ops.phistate.linear_attention_step_(q, k, v, decay, beta, s, z, scale, delta, qk_l2norm and delta)
+    return torch.ops.phistate.linear_attention_step_(
+        q, k, v, decay, beta, erase, s, z, scale, delta, qk_l2norm and delta
+    )
+
+
+def _inputs(call: Call) -> tuple[Tensor | None, ...]:
+    """What gradients run through, in the operator's order."""
+    return call.q, call.k, call.v, call.decay, call.beta, call.erase, call.s, call.z
 
 
 def _l2norm(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -21,13 +21,13 @@ HEAD = (
 )
 """What every call says, in the words of ``struct phistate_linear_attention``."""
 
-_FORWARD = abi.form(abi.LinearAttention, f"{HEAD} o s z checkpoints denominators qk_l2norm map map_scale")
+_FORWARD = abi.form(abi.LinearAttention, f"{HEAD} o s z checkpoints denominators qk_l2norm map map_scale erase")
 _LOG = abi.form(abi.LinearAttention, f"{HEAD} o s z log_features log_scale0 log_scale")
-_STEP = abi.form(abi.LinearAttention, f"{HEAD} o s z qk_l2norm")
+_STEP = abi.form(abi.LinearAttention, f"{HEAD} o s z qk_l2norm erase")
 _SIZE = _FORWARD.size
 
 SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? s, Tensor? z, Tensor? mask, "
+    "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? erase, Tensor? s, Tensor? z, Tensor? mask, "
     "Tensor? cu_seqlens, float scale, bool normalize, bool causal, bool delta, bool qk_l2norm, str? map, "
     "float map_scale"
 )
@@ -42,8 +42,8 @@ library = torch.library.Library("phistate", "FRAGMENT")
 library.define(f"linear_attention({SCHEMA}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 library.define(f"linear_attention_log({_LOG_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
 library.define(
-    "linear_attention_step_(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor(a!) s, Tensor(b!)? z, "
-    "float scale, bool delta, bool qk_l2norm) -> Tensor"
+    "linear_attention_step_(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? erase, Tensor(a!) s, "
+    "Tensor(b!)? z, float scale, bool delta, bool qk_l2norm) -> Tensor"
 )
 
 
@@ -61,8 +61,8 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def dense_decay(x: Tensor | None) -> Tensor | None:
-    """The same for a decay, of which only one per feature is read by rows."""
+def dense_side(x: Tensor | None) -> Tensor | None:
+    """The same for a side input, of which only one per feature is read by rows."""
     return x if x is None or x.ndim < 4 else dense(x)
 
 
@@ -140,6 +140,7 @@ def _forward(
     v: Tensor,
     decay: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     s: Tensor | None,
     z: Tensor | None,
     mask: Tensor | None,
@@ -154,7 +155,7 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = dense(q), dense(k), dense(v)
-    decay = dense_decay(decay)
+    decay, erase = dense_side(decay), dense_side(erase)
     s, z = contiguous(s), contiguous(z)
     outputs = o, final_s, final_z, checkpoints, denominators = _outputs(q, k, v, cu_seqlens, normalize, causal, keep)
     fields = (
@@ -166,6 +167,7 @@ def _forward(
         denominators.data_ptr() if denominators.numel() else 0,
         qk_l2norm,
         *(abi.MAPS[map], map_scale),
+        *abi.view(erase),
     )
     if native.kernel("delta_forward" if delta else "additive_forward")(_FORWARD.pack(*fields)):
         native.check(-1)
@@ -220,6 +222,7 @@ def _step_(
     v: Tensor,
     decay: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     s: Tensor,
     z: Tensor | None,
     scale: float,
@@ -227,7 +230,7 @@ def _step_(
     qk_l2norm: bool,
 ) -> Tensor:
     q, k, v = dense(q), dense(k), dense(v)
-    decay = dense_decay(decay)
+    decay, erase = dense_side(decay), dense_side(erase)
     o = q.new_empty(q.shape[0], 1, max(q.shape[2], s.shape[1]), s.shape[3])
     state, normaliser = s.data_ptr(), abi.address(z)
     fields = (
@@ -236,6 +239,7 @@ def _step_(
         state,
         normaliser,
         qk_l2norm,
+        *abi.view(erase),
     )
     if native.kernel("delta_forward" if delta else "additive_forward")(_STEP.pack(*fields)):
         native.check(-1)
@@ -244,7 +248,7 @@ def _step_(
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     q, k, v = arguments[:3]
-    cu_seqlens, _scale, normalize, causal = arguments[8:12]
+    cu_seqlens, _scale, normalize, causal = arguments[9:13]
     return _outputs(q, k, v, cu_seqlens, normalize, causal, keep=arguments[-1])
 
 
@@ -254,7 +258,7 @@ def _fake_log(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_step(q: Tensor, *arguments: Any) -> Tensor:
-    s = arguments[4]
+    s = arguments[5]
     return q.new_empty(q.shape[0], 1, max(q.shape[2], s.shape[1]), s.shape[3])
 
 

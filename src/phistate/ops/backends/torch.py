@@ -36,11 +36,11 @@ class TorchBackend:
             rows = Rows(call.cu_seqlens, call.q, call.mask)
             result = self.run(_in_rows(call, rows))
             return result._replace(o=rows.gather(result.o))
-        q, k, v, decay, beta = _prepare(call)
+        q, k, v, decay, beta, e = _prepare(call)
         T = k.shape[2]
         S = _initial(call, k, v)
         if bounds is None:
-            o, S = _form(call, T)(q, k, v, decay, beta, call.write, S)
+            o, S = _form(call, T)(q, k, v, decay, beta, e, S)
         else:
             pieces, states = [], []
             for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -50,7 +50,7 @@ class TorchBackend:
                     v[:, :, start:stop],
                     None if decay is None else decay[:, :, start:stop],
                     None if beta is None else beta[:, :, start:stop],
-                    call.write,
+                    None if e is None else e[:, :, start:stop],
                     S[n : n + 1],
                 )
                 pieces.append(piece)
@@ -88,8 +88,8 @@ def _in_rows(call: Call, rows: Rows) -> Call:
     decay, beta = call.decay, call.beta
     if decay is not None and decay.ndim > 1:
         decay = rows.spread(decay)
-    beta = None if beta is None else rows.spread(beta)
-    return replace(call, q=q, k=k, v=v, decay=decay, beta=beta, mask=rows.mask, cu_seqlens=None)
+    beta, erase = (None if x is None else rows.spread(x) for x in (beta, call.erase))
+    return replace(call, q=q, k=k, v=v, decay=decay, beta=beta, erase=erase, mask=rows.mask, cu_seqlens=None)
 
 
 def _form(call: Call, T: int) -> reference.Form:
@@ -101,19 +101,24 @@ def _form(call: Call, T: int) -> reference.Form:
 
 
 def _bidirectional_parallel(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, write: str, S: Tensor
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, e: Tensor | None, S: Tensor
 ) -> tuple[Tensor, Tensor]:
     u = v if beta is None else beta * v
     return q @ S.unsqueeze(2) + (q @ k.unsqueeze(2).mT) @ u.unsqueeze(2), S + k.mT @ u
 
 
-def _prepare(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """q ``[B,Hs,G,T,K]``, k, v, decay and beta ``[B,Hs,T,·]``, in the accumulation type; padded steps made void."""
+def _prepare(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """q ``[B,Hs,G,T,K]``, k, v, decay, beta and what is erased ``[B,Hs,T,·]``, in the accumulation type.
+
+    Padded steps are made void.
+    """
     heads = call.state_heads
     q, k, v = (x.to(call.accumulation) for x in (call.q, call.k, call.v))
+    e = None if call.erase is None else call.erase.to(call.accumulation)
     padded = None if call.mask is None else ~call.mask[:, :, None, None]
     if padded is not None:
         q, k, v = (x.masked_fill(padded, 0.0) for x in (q, k, v))
+        e = None if e is None else e.masked_fill(padded, 0.0)
     if call.qk_l2norm:
         # 1e-6 is part of the models' definition of this norm, not a guard of ours.
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -122,6 +127,8 @@ def _prepare(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor 
         v = torch.cat([v, ones if padded is None else ones.masked_fill(padded, 0.0)], -1)
     q = _to_heads(q, max(q.shape[2], heads)).unflatten(1, (heads, -1))
     k, v = _to_heads(k, heads), _to_heads(v, heads)
+    if call.write == "delta":
+        e = k if e is None else _to_heads(e, heads)
 
     decay = call.decay
     if decay is not None:
@@ -139,7 +146,7 @@ def _prepare(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor 
         if padded is not None:
             beta = beta.masked_fill(padded, 0.0)
         beta = beta.transpose(1, 2)
-    return q, k, v, decay, beta
+    return q, k, v, decay, beta, e
 
 
 def _to_heads(x: Tensor, heads: int) -> Tensor:
