@@ -36,8 +36,14 @@ class ShortConvolution(nn.Conv1d):
             raise ValueError(f"activation: got {activation!r}; takes 'silu', 'swish' or None")
         check_choice("backend", str(backend), ("cuda", "triton"))
         super().__init__(
-            *(hidden_size, hidden_size, kernel_size),
-            **{"groups": hidden_size, "bias": bias, "padding": kernel_size - 1, "device": device, "dtype": dtype},
+            hidden_size,
+            hidden_size,
+            kernel_size,
+            padding=kernel_size - 1,
+            groups=hidden_size,
+            bias=bias,
+            device=device,
+            dtype=dtype,
         )
         self.hidden_size = hidden_size
         self.activation = activation
@@ -48,7 +54,7 @@ class ShortConvolution(nn.Conv1d):
         """How many numbers the cache of one sequence holds."""
         return self.hidden_size * self.kernel_size[0]
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
         residual: Tensor | None = None,
@@ -139,20 +145,31 @@ class RotaryEmbedding(nn.Module):
     def _at_least(self, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Cosines and sines of positions 0 to ``length`` or further: for queries, then for keys."""
         held = self._tables
-        if held is None or len(held[0]) < length or held[0].dtype != like.dtype or held[0].device != like.device:
-            # A model in bfloat16 has turned the buffer into it, which is too coarse for large positions.
-            frequencies = self._frequencies(like.device) if self.pos_idx_in_fp32 else self.inv_freq
-            position = torch.arange(length, device=like.device, dtype=frequencies.dtype)
-            angles = torch.outer(position, frequencies)
-            scale = torch.ones_like(angles)
-            if self.scale_base is not None:
-                pair = torch.arange(0, self.dim, 2, dtype=torch.float32, device=like.device)
-                power = (position.float() - length // 2) / self.scale_base
-                scale = ((pair + 0.4 * self.dim) / (1.4 * self.dim)) ** power.unsqueeze(1)
-            cos, sin = angles.cos(), angles.sin()
-            held = tuple(t.to(like.dtype) for t in (cos * scale, sin * scale, cos / scale, sin / scale))
-            self._tables = held
-        return held
+        if (
+            held is not None
+            and len(held[0]) >= length
+            and held[0].dtype == like.dtype
+            and held[0].device == like.device
+        ):
+            return held
+        # A model in bfloat16 has turned the buffer into it, which is too coarse for large positions.
+        frequencies = self._frequencies(like.device) if self.pos_idx_in_fp32 else self.inv_freq
+        position = torch.arange(length, device=like.device, dtype=frequencies.dtype)
+        angles = torch.outer(position, frequencies)
+        scale = torch.ones_like(angles)
+        if self.scale_base is not None:
+            pair = torch.arange(0, self.dim, 2, dtype=torch.float32, device=like.device)
+            power = (position.float() - length // 2) / self.scale_base
+            scale = ((pair + 0.4 * self.dim) / (1.4 * self.dim)) ** power.unsqueeze(1)
+        cos, sin = angles.cos(), angles.sin()
+        dtype = like.dtype
+        self._tables = (
+            (cos * scale).to(dtype),
+            (sin * scale).to(dtype),
+            (cos / scale).to(dtype),
+            (sin / scale).to(dtype),
+        )
+        return self._tables
 
 
 class FusedCrossEntropyLoss(nn.Module):
