@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -23,12 +24,13 @@ class Entry:
 
 
 def summary(thing: object) -> str:
-    """The first sentence of what ``thing`` says of itself, for an entry.
+    """The first line of what ``thing`` says of itself, for an entry, without markup.
 
     >>> summary(summary)
-    'The first sentence of what ``thing`` says of itself, for an entry'
+    'The first line of what thing says of itself, for an entry, without markup'
     """
-    return (thing.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+    line = (thing.__doc__ or "").strip().partition("\n")[0]
+    return re.sub(r":\w+:|`", "", line).rstrip(".")
 
 
 @dataclass

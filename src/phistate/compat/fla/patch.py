@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from phistate.compat.fla import layers, modules, registry
+from phistate.compat.fla import generation, layers, modules, registry
 from phistate.compat.fla.ops import OPS
 from phistate.compat.functions import Function, Hook, hook_of, replacement, signature_of
 from phistate.compat.report import Entry, Report
@@ -66,6 +66,10 @@ def patch(report: Report, named: Collection[str] | None = None) -> dict[int, Fun
         if not registry.register(report, module, name, function.original, hook):
             found.append(function)
     _everywhere(report, found, named)
+    for module, hooks in generation.CORRECTED.items():
+        for name, hook in hooks.items():
+            if _find(report, module, name, hook) is not None:
+                report.corrected.append(Entry(module, name, hook.what))
     for module, names in _supplied():
         _supply(report, module, names, named)
     for module in named or ():
@@ -116,6 +120,7 @@ def _everywhere(report: Report, found: list[_Found], named: Collection[str] | No
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "phistate":
             continue
+        in_fla = module.__name__.partition(".")[0] == "fla"
         for name, value in list(vars(module).items()):
             function = known.get(id(value))
             if function is not None:
@@ -124,7 +129,7 @@ def _everywhere(report: Report, found: list[_Found], named: Collection[str] | No
                     report.replaced.append(Entry(module.__name__, name, function.what))
                 else:
                     others += 1
-            elif module.__name__.startswith("fla.") and _is_table_of(known, name, value):
+            elif in_fla and _is_table_of(known, name, value):
                 table = {key: known[id(v)].new if id(v) in known else v for key, v in value.items()}
                 report._undo.append(swap(module, name, tables.setdefault(id(value), table)))
     if named is not None and others:
@@ -140,7 +145,9 @@ def _supplied() -> Iterator[tuple[str, Mapping[str, Callable[..., Any]]]]:
     yield from modules.ABSENT.items()
 
 
-def _supply(report: Report, module: str, names: Mapping[str, Callable[..., Any]], named: Collection[str] | None) -> None:
+def _supply(
+    report: Report, module: str, names: Mapping[str, Callable[..., Any]], named: Collection[str] | None
+) -> None:
     """Fill in functions of other packages (mamba_ssm, flash_attn) which a module of fla's looked for."""
     try:
         owner = importlib.import_module(module)
@@ -148,10 +155,7 @@ def _supply(report: Report, module: str, names: Mapping[str, Callable[..., Any]]
         report.left.append(Entry(module, "-", "is not in this version of fla"))
         return
     for name, adapter in names.items():
-        if name not in vars(owner):
-            report.left.append(Entry(module, name, "is not in this version of fla"))
-            continue
-        present = vars(owner)[name]
+        present = vars(owner).get(name)
         hook = hook_of(adapter, "phistate's own: the package it comes from is for CUDA")
         new = adapter if present is None else replacement(original_of(present), hook)
         report._undo.append(swap(owner, name, new))
@@ -167,6 +171,10 @@ _KNOWN_FAULTS = {
 }
 
 
+# They only say, by an error, which function took their place.
+_GIVEN_UP = ("fused_chunk_gla", "fused_chunk_delta_rule")
+
+
 def _tell_what_is_left(report: Report, module: ModuleType, found: list[_Found]) -> None:
     """Kernels that a module of layers calls and phistate has nothing for."""
     known = {id(held) for function in found for held in (function.original, function.new)}
@@ -177,5 +185,5 @@ def _tell_what_is_left(report: Report, module: ModuleType, found: list[_Found]) 
     for name, value in vars(module).items():
         home = str(getattr(value, "__module__", ""))
         kernel = callable(value) and home.startswith("fla.ops.") and not home.startswith("fla.ops.utils")
-        if kernel and id(value) not in known and not registry.holds(name):
+        if kernel and id(value) not in known and name not in _GIVEN_UP and not registry.holds(name):
             report.left.append(Entry(module.__name__, name, "a kernel for GPUs that phistate has nothing for"))
