@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from phistate.compat.fla import modules
-from phistate.compat.fla.modules import conv, layers, norm_layers, padding
-from phistate.compat.fla.modules.stand_ins import STAND_INS
+from phistate.compat.fla.modules import blocks, conv, norm_layers, padding
+from phistate.compat.fla.modules.layers import STAND_INS
 from phistate.compat.functions import signature_of
 
 NAMES = [(module, name) for module, names in STAND_INS.items() for name in names]
@@ -143,9 +143,9 @@ def test_short_convolution(installed, bias, activation):
     with pytest.raises(ValueError, match="mask: got one beside cu_seqlens"):
         ours(x, mask=mask, cu_seqlens=cu)
     with pytest.raises(ValueError, match="activation: got 'relu'"):
-        layers.ShortConvolution(6, 4, activation="relu")
+        blocks.ShortConvolution(6, 4, activation="relu")
     with pytest.raises(TypeError, match="stride: got an argument"):
-        layers.ShortConvolution(6, 4, stride=2)
+        blocks.ShortConvolution(6, 4, stride=2)
 
 
 @pytest.mark.parametrize("scale_base", [None, 512])
@@ -160,11 +160,11 @@ def test_rotary_embedding(installed, scale_base, interleaved):
     cu = torch.tensor([0, 3, 7])
     assert_same(ours(q[:1], k[:1], cu_seqlens=cu), theirs(q[:1], k[:1], cu_seqlens=cu))
     with pytest.raises(ValueError, match="dim: got 3"):
-        layers.RotaryEmbedding(3)
+        blocks.RotaryEmbedding(3)
 
 
 def test_rotary_embedding_in_bfloat16_keeps_its_positions(installed):
-    ours, theirs = layers.RotaryEmbedding(8).bfloat16(), installed.RotaryEmbedding(8).bfloat16()
+    ours, theirs = blocks.RotaryEmbedding(8).bfloat16(), installed.RotaryEmbedding(8).bfloat16()
     q = torch.randn(1, 4, 1, 8).bfloat16()
     assert_same(ours(q, q, 1995), theirs(q, q, 1995))
 
@@ -182,7 +182,7 @@ def test_losses(installed, reduction):
     ours, theirs = beside(installed, "FusedKLDivLoss")
     assert_same(ours(x[0], x[1], weight, weight), theirs(x[0], x[1], weight, weight))
     with pytest.raises(ValueError, match="reduction: got 'median'"):
-        layers.FusedCrossEntropyLoss(reduction="median")
+        blocks.FusedCrossEntropyLoss(reduction="median")
 
 
 @pytest.mark.parametrize("act", ["swish", "powlu"])
