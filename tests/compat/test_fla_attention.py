@@ -1,5 +1,7 @@
 """flash_attn's functions, token shift, RWKV's and the delta rule's gates on a CPU, beside fla's references."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,7 +86,7 @@ def test_flash_attention_refuses():
 @pytest.mark.parametrize("bounds", [None, [3, 0, 1, 2]])
 @pytest.mark.parametrize("cached", [False, True])
 def test_token_shift(fla, dtype, bounds, cached):
-    ref = fla("fla.modules.token_shift").token_shift_ref
+    ref = importlib.import_module("fla.modules.token_shift").token_shift_ref
     cu = None if bounds is None else F.pad(torch.tensor(bounds).cumsum(0), (1, 0)).int()
     x = torch.randn(1 if bounds else 2, 6, 4)
     cache = torch.randn(len(bounds) if bounds else 2, 4) if cached else None
@@ -116,20 +118,27 @@ def test_token_shift_of_nothing():
 
 @both
 def test_rwkv7(fla, dtype):
-    addcmul = fla("fla.ops.rwkv7.fused_addcmul").torch_addcmul_rwkv7
+    addcmul = importlib.import_module("fla.ops.rwkv7.fused_addcmul").torch_addcmul_rwkv7
     x, delta = torch.randn(2, 2, 5, 8)
     mixes = torch.randn(6, 1, 1, 8)
     agree(rwkv.fused_addcmul_rwkv7, addcmul, x, delta, *mixes, dtype=dtype)
     agree(rwkv.fused_addcmul_rwkv7, addcmul, x, delta, *mixes[:5], dtype=dtype)
     assert rwkv.fused_addcmul_rwkv7(x, delta, *mixes[:5])[5] is None
 
-    agree(rwkv.fused_k_rwkv7, fla("fla.ops.rwkv7.fused_k_update").k_update_ref, x, delta, mixes[0, 0, 0], dtype=dtype)
+    agree(
+        rwkv.fused_k_rwkv7,
+        importlib.import_module("fla.ops.rwkv7.fused_k_update").k_update_ref,
+        x,
+        delta,
+        mixes[0, 0, 0],
+        dtype=dtype,
+    )
 
-    correction = fla("fla.ops.rwkv7.gate_output_correction").gate_output_correction_ref
+    correction = importlib.import_module("fla.ops.rwkv7.gate_output_correction").gate_output_correction_ref
     r, k, v = torch.randn(3, 2, 5, 2, 4)
     agree(rwkv.gate_output_correction, correction, x, r, k, torch.randn(2, 4), v, delta, dtype=dtype)
 
-    mixing = fla("fla.ops.rwkv7.channel_mixing").channel_mixing_rwkv7_torch
+    mixing = importlib.import_module("fla.ops.rwkv7.channel_mixing").channel_mixing_rwkv7_torch
     inputs = (torch.randn(2, 8), torch.randn(8), torch.randn(8, 16), torch.randn(16, 8))
     agree(rwkv.channel_mixing_rwkv7, mixing, x, *inputs, dtype=dtype)
     with pytest.raises(ValueError, match="x: got shape"):

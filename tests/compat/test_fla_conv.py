@@ -1,5 +1,7 @@
 """fla's short convolution on a CPU: beside torch's own convolution, sequence by sequence, and its cache of W inputs."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,7 +184,7 @@ def test_refuses():
 @pytest.fixture
 def short(fla, monkeypatch):
     """fla's own module over our functions."""
-    ops = fla("fla.modules.causal_conv1d.ops")
+    ops = importlib.import_module("fla.modules.causal_conv1d.ops")
     monkeypatch.setattr(ops, "causal_conv1d", conv.causal_conv1d)
     monkeypatch.setattr(ops, "causal_conv1d_update", conv.causal_conv1d_update)
     return ops.ShortConvolution

@@ -52,7 +52,7 @@ def signature_of(function: Function) -> str:
     >>> signature_of(scan)
     'x, *, scale=1.0'
     """
-    owner = function.__self__ if inspect.ismethod(function) else None
+    owner: Any = function.__self__ if inspect.ismethod(function) else None
     applied = inspect.isclass(owner) and issubclass(owner, torch.autograd.Function)
     try:
         signature = inspect.signature(owner.forward if applied else function)

@@ -21,6 +21,7 @@ from phistate.compat.fla.modules import (
     rwkv,
     token_shift,
 )
+from phistate.compat.mamba_ssm import gated
 
 Adapter = Callable[..., Any]
 
@@ -69,8 +70,8 @@ MODULES: dict[str, dict[str, Adapter]] = {
         "group_norm_linear": norms.group_norm_linear,
     },
     "fla.modules.norm.layernorm_gated": {
-        "layernorm_fn": gated_norms.layernorm_fn,
-        "rmsnorm_fn": gated_norms.rmsnorm_fn,
+        "layernorm_fn": gated.layernorm_fn,
+        "rmsnorm_fn": gated.rmsnorm_fn,
     },
     "fla.modules.rotary.ops": {"rotary_embedding": rotary.rotary_embedding},
     "fla.modules.token_shift": {"token_shift": token_shift.token_shift},
@@ -82,10 +83,10 @@ MODULES: dict[str, dict[str, Adapter]] = {
     "fla.ops.rwkv7.fused_k_update": {"fused_k_rwkv7": rwkv.fused_k_rwkv7},
     "fla.ops.rwkv7.gate_output_correction": {"gate_output_correction": rwkv.gate_output_correction},
 }
-"""By the module of fla that defines the original, its name there, ``Class.method`` for a method: the adapter."""
+"""By the module of fla that defines the original, its name there, ``Class.method`` for a method: the adapter.
 
-CHOICES: dict[str, dict[str, dict[str, Adapter]]] = {"fla.modules.activations.ops": {"ACT2FN": activations.ACT2FN}}
-"""Dictionaries of functions, with the adapters in them, by the module of fla that defines the original."""
+``layernorm_fn`` and ``rmsnorm_fn`` are mamba_ssm's own, under its signature.
+"""
 
 _FLASH_ATTENTION: dict[str, Adapter] = {
     "flash_attn_func": attention.flash_attn_func,

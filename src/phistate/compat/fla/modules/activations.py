@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phistate.compat.fla.modules.precision import wide
+from phistate.compat.fla.modules.precision import widened
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -18,13 +18,13 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def elu_p1(x: Tensor) -> Tensor:
     """``elu(x) + 1``, without cancellation where x is negative."""
-    y = wide(x)
+    y = widened(x)
     return torch.where(y >= 0, y + 1, y.clamp_max(0).exp()).to(x.dtype)
 
 
 def logsigmoid(x: Tensor, temperature: float = 1.0) -> Tensor:
     """``log sigmoid(x) / temperature``."""
-    return (F.logsigmoid(wide(x)) / temperature).to(x.dtype)
+    return (F.logsigmoid(widened(x)) / temperature).to(x.dtype)
 
 
 def swish(x: Tensor) -> Tensor:
@@ -44,13 +44,13 @@ def fast_gelu(input: Tensor) -> Tensor:
 
 def sqrelu(input: Tensor) -> Tensor:
     """``relu(x)²``."""
-    return F.relu(wide(input)).square().to(input.dtype)
+    return F.relu(widened(input)).square().to(input.dtype)
 
 
 def _unit(gate: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     if x.shape != y.shape:
         raise ValueError(f"y: got shape {tuple(y.shape)}; takes {tuple(x.shape)}, as x has")
-    return (gate(wide(x)) * wide(y)).to(x.dtype)
+    return (gate(widened(x)) * widened(y)).to(x.dtype)
 
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:

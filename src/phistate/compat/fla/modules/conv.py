@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phistate.compat.fla.modules.precision import wide
+from phistate.compat.arguments import wide
+from phistate.compat.fla.modules.precision import widened
 from phistate.compat.packing import packing
 from phistate.ops import causal_conv1d as ops
 from phistate.ops.checks import check_choice
 from phistate.values import any_tangent
 
-_ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 
 
 def causal_conv1d(
@@ -103,7 +104,7 @@ def causal_conv1d_update(
             cache.copy_(torch.cat([cache[..., 1:], rows.unsqueeze(-1).to(cache.dtype)], -1))
     else:
         with torch.no_grad():
-            y = ops.causal_conv1d_step_(cache, rows, *_parameters(rows, weight, bias), _ACTIVATIONS[activation])
+            y = ops.causal_conv1d_step_(cache, rows, *_parameters(rows, weight, bias), ACTIVATIONS[activation])
     y = y.reshape(x.shape)
     return y if residual is None else y + residual.reshape(x.shape).to(x.dtype), cache
 
@@ -127,7 +128,7 @@ def _taps(weight: Tensor | None, activation: str | None) -> Tensor:
     if weight is None or weight.ndim != 2:
         got = "None" if weight is None else f"shape {tuple(weight.shape)}"
         raise ValueError(f"weight: got {got}; takes [D,W]")
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}; takes 'silu', 'swish' or None")
     return weight
 
@@ -145,8 +146,8 @@ def _native(weight: Tensor) -> bool:
 
 def _parameters(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Weight and bias in a type that our convolution takes beside x."""
-    weight = weight if weight.dtype == x.dtype else weight.to(wide(x).dtype)
-    return weight, None if bias is None else bias if bias.dtype == x.dtype else bias.to(wide(x).dtype)
+    weight = weight if weight.dtype == x.dtype else weight.to(wide(x))
+    return weight, None if bias is None else bias if bias.dtype == x.dtype else bias.to(wide(x))
 
 
 def _filter(
@@ -156,10 +157,10 @@ def _filter(
     if _native(weight):
         past = None if state is None else state[..., 1:]
         parameters = _parameters(x, weight, bias)
-        return ops.causal_conv1d(x, *parameters, _ACTIVATIONS[activation], past, cu_seqlens=offsets)
-    y = _any_width(wide(x), wide(weight), None if state is None else wide(state), offsets)
+        return ops.causal_conv1d(x, *parameters, ACTIVATIONS[activation], past, cu_seqlens=offsets)
+    y = _any_width(widened(x), widened(weight), None if state is None else widened(state), offsets)
     if bias is not None:
-        y = y + wide(bias)
+        y = y + widened(bias)
     return (y if activation is None else F.silu(y)).to(x.dtype)
 
 

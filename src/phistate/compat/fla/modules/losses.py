@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phistate.compat.fla.modules.precision import wide
+from phistate.compat.arguments import wide
+from phistate.compat.fla.modules.precision import widened
 from phistate.ops.checks import check_choice
 
 
@@ -39,7 +40,7 @@ def cross_entropy_loss(
     _check_process_group(process_group)
     if target.shape != logits.shape[:1]:
         raise ValueError(f"target: got shape {tuple(target.shape)}; takes {tuple(logits.shape[:1])}, a class a row")
-    x = wide(logits) * logit_scale
+    x = widened(logits) * logit_scale
     if logit_softcapping is not None:
         x = logit_softcapping * torch.tanh(x / logit_softcapping)
     counted = target != ignore_index
@@ -125,7 +126,7 @@ def fused_linear_cross_entropy_loss(
         total = of_row.sum() / counted
         if not use_l2warp:
             return total
-        penalty = wide(logits.max(-1).values).square().sum() * (l2_penalty_factor / 2 / len(target))
+        penalty = widened(logits.max(-1).values).square().sum() * (l2_penalty_factor / 2 / len(target))
         return total + penalty - penalty.detach()
 
     parameters = (weight,) if bias is None else (weight, bias)
@@ -151,8 +152,8 @@ def fused_kl_div_loss(
     check_choice("reduction", reduction, ("batchmean",))
 
     def loss(parameters: Sequence[Tensor], x: Tensor, teacher: Tensor) -> Tensor:
-        student = wide(F.linear(x, *parameters)).log_softmax(-1)
-        teacher = wide(F.linear(teacher, target_weight)).log_softmax(-1)
+        student = widened(F.linear(x, *parameters)).log_softmax(-1)
+        teacher = widened(F.linear(teacher, target_weight)).log_softmax(-1)
         return F.kl_div(student, teacher, reduction="sum", log_target=True) / len(target_x)
 
     return _by_chunks(loss, (weight,), x, target_x, 8, accumulate_grad_in_fp32)
@@ -185,8 +186,8 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, loss: Loss, rows: list[tuple[Tensor, Tensor]], in_fp32: bool, x: Tensor, *parameters: Tensor
     ) -> Tensor:
         leaves = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
-        sums = [torch.zeros_like(p, dtype=wide(p).dtype if in_fp32 else p.dtype) for p in parameters]
-        total, of_x = torch.zeros((), dtype=wide(x).dtype, device=x.device), []
+        sums = [torch.zeros_like(p, dtype=wide(p) if in_fp32 else p.dtype) for p in parameters]
+        total, of_x = torch.zeros((), dtype=wide(x), device=x.device), []
         for part, beside in rows:
             part = part.detach().requires_grad_()
             with torch.enable_grad():

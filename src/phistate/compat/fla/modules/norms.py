@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phistate.compat.fla.modules.precision import wide
+from phistate.compat.fla.modules.precision import widened
 
 Normed = Tensor | tuple[Tensor, Tensor]
 """What a norm gives back: its output, and what it normalised if ``prenorm`` asks for that."""
@@ -18,10 +18,10 @@ def add_residual(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> 
     ``residual_in_fp32`` decides that type only where there is no residual yet.
     """
     if residual is None:
-        return wide(x), x.float() if residual_in_fp32 else x
+        return widened(x), x.float() if residual_in_fp32 else x
     if residual.shape != x.shape:
         raise ValueError(f"residual: got shape {tuple(residual.shape)}; takes {tuple(x.shape)}, as x has")
-    total = wide(x) + wide(residual)
+    total = widened(x) + widened(residual)
     return total, total.to(residual.dtype)
 
 
@@ -36,12 +36,14 @@ def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     y = F.rms_norm(y, y.shape[-1:], eps=eps) if rms else F.layer_norm(y, y.shape[-1:], eps=eps)
     y = y.reshape(x.shape)
     if weight is not None:
-        y = y * wide(weight)
-    return y if bias is None else y + wide(bias)
+        y = y * widened(weight)
+    return y if bias is None else y + widened(bias)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """A linear layer in x's type, whatever type its parameters have."""
+    if weight is None:
+        raise ValueError("weight: got None; takes the linear layer's [O,D]")
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -93,7 +95,7 @@ def layer_norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-    linear_weight: Tensor,
+    linear_weight: Tensor | None,
     linear_bias: Tensor | None,
     residual: Tensor | None = None,
     eps: float = 1e-5,
@@ -113,7 +115,7 @@ def rms_norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-    linear_weight: Tensor,
+    linear_weight: Tensor | None,
     linear_bias: Tensor | None,
     residual: Tensor | None = None,
     eps: float = 1e-5,
@@ -130,7 +132,7 @@ def group_norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-    linear_weight: Tensor,
+    linear_weight: Tensor | None,
     linear_bias: Tensor | None,
     residual: Tensor | None = None,
     eps: float = 1e-5,
@@ -148,6 +150,6 @@ def group_norm_linear(
 
 def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
     """``x / sqrt(Σ x² + eps)`` over the last dimension."""
-    y = wide(x)
+    y = widened(x)
     y = y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()
     return y.to(x.dtype if output_dtype is None else output_dtype)

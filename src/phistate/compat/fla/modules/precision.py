@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import overload
 
-import torch
 from torch import Tensor
 
-
-@overload
-def wide(x: Tensor) -> Tensor: ...
+from phistate.compat.arguments import wide
 
 
 @overload
-def wide(x: None) -> None: ...
+def widened(x: Tensor) -> Tensor: ...
 
 
-def wide(x: Tensor | None) -> Tensor | None:
-    """``x`` in float32; float64 stays what it is, None too."""
-    return x if x is None or x.dtype == torch.float64 else x.float()
+@overload
+def widened(x: None) -> None: ...
+
+
+def widened(x: Tensor | None) -> Tensor | None:
+    """``x`` in float32, or in float64 if it is; None is handed on."""
+    return None if x is None else x.to(wide(x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phistate.compat.fla.modules.precision import wide
+from phistate.compat.fla.modules.precision import widened
 from phistate.ops.checks import packed_offsets
 
 
@@ -42,9 +42,9 @@ def rotary_embedding(
     last = int(positions.max()) if positions.numel() else -1
     if last >= cos.shape[0]:
         raise ValueError(f"cos: got {cos.shape[0]} positions; takes at least {last + 1}, as the offsets say")
-    c, s = (wide(table.detach())[positions.clamp_min(0)].unsqueeze(2) for table in (cos, sin))
+    c, s = (widened(table.detach())[positions.clamp_min(0)].unsqueeze(2) for table in (cos, sin))
 
-    turned = wide(x[..., : 2 * pairs])
+    turned = widened(x[..., : 2 * pairs])
     if interleaved:
         a, b = turned.unflatten(-1, (pairs, 2)).unbind(-1)
         turned = torch.stack([a * c - b * s, a * s + b * c], -1).flatten(-2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phistate.compat.fla.modules.precision import wide
+from phistate.compat.fla.modules.precision import widened
 
 
 def fused_addcmul_rwkv7(
@@ -19,22 +19,22 @@ def fused_addcmul_rwkv7(
     xg: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """``hidden_states + delta · x`` for each of the mixing weights; None for one that is None."""
-    h, d = wide(hidden_states), wide(delta)
-    r, w, k, v, a = ((h + d * wide(x)).to(hidden_states.dtype) for x in (xr, xw, xk, xv, xa))
-    return r, w, k, v, a, None if xg is None else (h + d * wide(xg)).to(hidden_states.dtype)
+    h, d = widened(hidden_states), widened(delta)
+    r, w, k, v, a = ((h + d * widened(x)).to(hidden_states.dtype) for x in (xr, xw, xk, xv, xa))
+    return r, w, k, v, a, None if xg is None else (h + d * widened(xg)).to(hidden_states.dtype)
 
 
 def fused_k_rwkv7(
     k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None
 ) -> Tensor:
     """``k (1 + (a - 1) ka)``, token by token: how they are packed does not matter."""
-    return (wide(k) * (1 + (wide(a) - 1) * wide(ka))).to(k.dtype)
+    return (widened(k) * (1 + (widened(a) - 1) * widened(ka))).to(k.dtype)
 
 
 def gate_output_correction(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """``(o + (r · k · r_k) v) g`` with ``r, k, v [B,T,H,D]``, ``r_k [H,D]`` and ``o, g [B,T,H·D]``."""
-    bonus = (wide(r) * wide(k) * wide(r_k)).sum(-1, keepdim=True) * wide(v)
-    return ((wide(o) + bonus.reshape(o.shape)) * wide(g)).to(o.dtype)
+    bonus = (widened(r) * widened(k) * widened(r_k)).sum(-1, keepdim=True) * widened(v)
+    return ((widened(o) + bonus.reshape(o.shape)) * widened(g)).to(o.dtype)
 
 
 def channel_mixing_rwkv7(
@@ -46,8 +46,8 @@ def channel_mixing_rwkv7(
     """
     if x.ndim != 3:
         raise ValueError(f"x: got shape {tuple(x.shape)}; takes [B,T,D]")
-    current = wide(x)
-    before = torch.cat([wide(x_prev).reshape(x.shape[0], 1, x.shape[2]), current[:, :-1]], 1)
-    mixed = (current + (before - current) * wide(x_k)).to(x.dtype)
-    key = wide(mixed @ key_weight).relu().square().to(x.dtype)
+    current = widened(x)
+    before = torch.cat([widened(x_prev).reshape(x.shape[0], 1, x.shape[2]), current[:, :-1]], 1)
+    mixed = (current + (before - current) * widened(x_k)).to(x.dtype)
+    key = widened(mixed @ key_weight).relu().square().to(x.dtype)
     return key @ value_weight, x[-1]
