@@ -63,11 +63,13 @@ def _against(original: Any, new: Function) -> str | None:
 
 def _holders(original: Function) -> Iterator[tuple[ModuleType, str, Any]]:
     """Where a function is bound, from-imports included: the module, the name and what stands there."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != "phistate":
-            for name, value in list(vars(module).items()):
-                if value is original or (isinstance(value, FunctionType) and original_of(value) is original):
-                    yield module, name, value
+    for path, module in list(sys.modules.items()):
+        # By type(), since isinstance asks what it is given, and modules hold objects that warn or load when asked.
+        if not issubclass(type(module), ModuleType) or path.partition(".")[0] == "phistate":
+            continue
+        for name, value in list(vars(module).items()):
+            if value is original or (type(value) is FunctionType and original_of(value) is original):
+                yield module, name, value
 
 
 def _always(function: Function) -> Callable[[Function], Function]:
