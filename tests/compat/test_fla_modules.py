@@ -327,6 +327,15 @@ def test_rotary_in_place():
     assert torch.equal(same[1], y[1])
 
 
+def test_rotary_is_one_graph():
+    angles = torch.outer(torch.arange(20.0), torch.rand(4))
+    x = torch.randn(1, 7, 2, 8)
+    compiled = torch.compile(rotary.rotary_embedding, fullgraph=True, backend="eager")
+    for more in ({"seqlen_offsets": 3}, {"seqlen_offsets": torch.tensor([-2])}):
+        wanted = rotary.rotary_embedding(x, angles.cos(), angles.sin(), **more)
+        torch.testing.assert_close(compiled(x, angles.cos(), angles.sin(), **more), wanted)
+
+
 def test_rotary_refuses():
     angles = torch.outer(torch.arange(5.0), torch.rand(4))
     x = torch.randn(1, 7, 2, 8)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from phistate.compat.fla.modules.precision import widened
 from phistate.ops.checks import packed_offsets
+from phistate.values import values
 
 
 def rotary_embedding(
@@ -38,10 +39,15 @@ def rotary_embedding(
     if 2 * pairs > x.shape[-1]:
         raise ValueError(f"cos: got {pairs} angles for heads of {x.shape[-1]} channels; takes at most half as many")
 
+    left_padded = isinstance(seqlen_offsets, Tensor) or seqlen_offsets < 0
     positions = _positions(x, seqlen_offsets, packed_offsets(cu_seqlens, x))
-    last = int(positions.max()) if positions.numel() else -1
-    if last >= cos.shape[0]:
-        raise ValueError(f"cos: got {cos.shape[0]} positions; takes at least {last + 1}, as the offsets say")
+    if cu_seqlens is None and isinstance(seqlen_offsets, int):
+        needed = seqlen_offsets + x.shape[1]
+    else:
+        read = values(positions)
+        needed = 0 if read is None or read.numel() == 0 else int(read.max()) + 1
+    if needed > cos.shape[0]:
+        raise ValueError(f"cos: got {cos.shape[0]} positions; takes at least {needed}, as the offsets say")
     c, s = (widened(table.detach())[positions.clamp_min(0)].unsqueeze(2) for table in (cos, sin))
 
     turned = widened(x[..., : 2 * pairs])
@@ -52,7 +58,7 @@ def rotary_embedding(
         a, b = turned.unflatten(-1, (2, pairs)).unbind(-2)
         turned = torch.cat([a * c - b * s, a * s + b * c], -1)
     turned = turned.to(x.dtype)
-    if not isinstance(seqlen_offsets, int) or seqlen_offsets < 0:
+    if left_padded:
         before = (positions < 0)[..., None, None]
         turned = torch.where(before, x[..., : 2 * pairs] if inplace else 0, turned)
     y = torch.cat([turned, x[..., 2 * pairs :]], -1)
