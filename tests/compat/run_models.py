@@ -16,7 +16,7 @@ SIZE = Size(layers=4, width=64, head=32, state=16, vocab=97)
 
 
 def answers(name):
-    """Logits, gradients, greedily decoded tokens with their logits, and logits after a cache."""
+    """Gradients, logits, greedily decoded tokens with their logits, and logits of the accelerated model."""
     net = random_model(family_config(name, SIZE), lively=True)
     ids = torch.randint(3, SIZE.vocab, (2, 20), generator=torch.Generator().manual_seed(0))
     found = {}
@@ -32,6 +32,8 @@ def answers(name):
         how = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
         out = net.generate(ids, return_dict_in_generate=True, output_logits=True, **how)
         found["tokens"], found["decoded"] = out.sequences, torch.stack(out.logits)
+        with accelerate(net):
+            found["accelerated logits"] = net(ids, use_cache=False).logits
     return found
 
 

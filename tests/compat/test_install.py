@@ -270,6 +270,37 @@ def test_a_version_never_checked_is_warned_about_once(site):
     compat.install("causal_conv1d").undo()
 
 
+SCAN = """
+def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
+                      return_last_state=False):
+    raise RuntimeError("Expected u.is_cuda() to be true, but got false.")
+"""
+
+
+def test_layers_of_an_installed_mamba_ssm_call_what_was_replaced(site):
+    site(
+        {
+            "mamba_ssm/__init__.py": "__version__ = '2.3.2.post1'\nfrom mamba_ssm.modules.mamba_simple import Mamba",
+            "mamba_ssm/ops/selective_scan_interface.py": SCAN,
+            "mamba_ssm/modules/mamba_simple.py": """
+from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+class Mamba:
+    def forward(self, *inputs):
+        return selective_scan_fn(*inputs)
+""",
+        }
+    )
+    inputs = torch.randn(1, 2, 5), torch.rand(1, 2, 5), -torch.rand(2, 3), torch.randn(1, 3, 5), torch.randn(1, 3, 5)
+    with compat.install("mamba_ssm"):
+        from mamba_ssm import Mamba
+
+        scan = mamba_ssm.PACKAGE.table["mamba_ssm"]["selective_scan_fn"]
+        assert torch.equal(Mamba().forward(*inputs), scan(*inputs))
+    with pytest.raises(RuntimeError, match="is_cuda"):
+        Mamba().forward(*inputs)
+
+
 def test_a_package_patches_itself_where_it_says_so(site, monkeypatch):
     site({"other/__init__.py": "__version__ = '2'"})
     done = []
