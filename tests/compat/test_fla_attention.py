@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phistate.compat.fla.modules import attention, gates, rwkv, token_shift
+from phistate.compat.fla.modules import attention, rwkv, token_shift
+from phistate.compat.fla.ops import gates
 from tests.compat.agreement import agree
 
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

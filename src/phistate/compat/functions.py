@@ -62,9 +62,15 @@ def signature_of(function: Function) -> str:
     return str(inspect.Signature(plain))[1:-1]
 
 
-def replacement(original: Function, hook: Hook) -> Function:
-    """``hook``'s function under the name of ``original``, to which tensors that are not on the CPU still go."""
-    native, index = hook.native(original), hook.tensor
+def replacement(original: Function, hook: Hook, fallback: Function | None = None) -> Function:
+    """``hook``'s function under the name of ``original``, to which tensors that are not on the CPU still go.
+
+    Args:
+        original: what is replaced.
+        hook: how.
+        fallback: what ``hook`` may hand odd cases on the CPU to; None: ``original``.
+    """
+    native, index = hook.native(original if fallback is None else fallback), hook.tensor
     name = [part for part in hook.signature.split(", ") if part != "*"][index].partition("=")[0]
 
     @functools.wraps(original)

@@ -109,14 +109,20 @@ def _install(report: Report, package: Package) -> None:
     if fails is None:
         report.left.append(Entry(name, "-", f"{version} is installed and serves CPU tensors itself"))
         return
-    if version not in package.versions and (name, version) not in _WARNED:
-        _WARNED.add((name, version))
-        warnings.warn(
-            f"{name} {version} was never checked with phistate, which knows {', '.join(package.versions)}: functions "
-            "whose signature is known are replaced, though their meaning may have changed",
-            stacklevel=3,
-        )
+    warn_if_unchecked(package, version)
     _patch(report, package)
+
+
+def warn_if_unchecked(package: Package, version: str) -> None:
+    """Say once that a version of ``package`` was never checked."""
+    if version in package.versions or (package.name, version) in _WARNED:
+        return
+    _WARNED.add((package.name, version))
+    warnings.warn(
+        f"{package.name} {version} was never checked with phistate, which knows {', '.join(package.versions)}: "
+        "functions whose signature is known are replaced, though their meaning may have changed",
+        stacklevel=4,
+    )
 
 
 def _failure(package: Package) -> str | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from phistate.compat.functions import Function, Hook, replacement, signature_of
+from phistate.compat.functions import Function, hook_of, replacement, signature_of
 from phistate.compat.package import Package
 from phistate.compat.report import Entry, Report, summary
 from phistate.compat.swap import original_of, swap
@@ -16,7 +16,7 @@ from phistate.compat.swap import original_of, swap
 
 def patch(report: Report, package: Package) -> None:
     """Replace each function of ``package``'s table in every module that holds it; the report says which, and undoes."""
-    done: dict[int, Function] = {}
+    known: dict[int, tuple[Function, str]] = {}
     for path, names in package.table.items():
         functions = {name: new for name, new in names.items() if isinstance(new, FunctionType)}
         if not functions:
@@ -26,29 +26,31 @@ def patch(report: Report, package: Package) -> None:
         except Exception as error:  # whatever a package does when it is imported
             report.left.append(Entry(path, "-", f"cannot be imported: {type(error).__name__}: {error}"))
             continue
-        for name, new in functions.items():
-            original = original_of(getattr(module, name, None))
-            if id(original) not in done:
-                why = _against(original, new)
-                if why is not None:
-                    report.left.append(Entry(path, name, why))
-                    continue
-                hook = Hook(signature_of(new), summary(new), _always(new))
-                done[id(original)] = replace(report, original, hook)
-
-
-def replace(report: Report, original: Function, hook: Hook) -> Function:
-    """Put ``hook``'s function in the place of ``original`` in every loaded module that holds it."""
-    new: Function | None = None
-    holders = list(_holders(original))
-    for _, _, found in holders:
-        if found is not original:
-            new = found  # an earlier install put it there
-    new = replacement(original, hook) if new is None else new
-    for module, name, _ in holders:
+        for name, adapter in functions.items():
+            present: Any = getattr(module, name, None)
+            original: Any = original_of(present)
+            if id(original) in known:
+                continue
+            why = _against(original, adapter)
+            if why is not None:
+                report.left.append(Entry(path, name, why))
+                continue
+            hook = hook_of(adapter, summary(adapter))
+            new = replacement(original, hook) if present is original else present
+            known |= {id(held): (new, hook.what) for held in (original, present)}
+    for module, name, value in holders(known):
+        new, what = known[id(value)]
         report._undo.append(swap(module, name, new))
-        report.replaced.append(Entry(module.__name__, name, hook.what))
-    return new
+        report.replaced.append(Entry(module.__name__, name, what))
+
+
+def holders(known: Container[int]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Where a loaded module holds an object whose id is ``known``, from-imports included: module, name and object."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != "phistate":
+            for name, value in list(vars(module).items()):
+                if id(value) in known:
+                    yield module, name, value
 
 
 def _against(original: Any, new: Function) -> str | None:
@@ -59,18 +61,3 @@ def _against(original: Any, new: Function) -> str | None:
         return f"is no function but {type(original).__name__}"
     found, known = signature_of(original), signature_of(new)
     return None if found == known else f"takes ({found}); phistate knows ({known})"
-
-
-def _holders(original: Function) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Where a function is bound, from-imports included: the module, the name and what stands there."""
-    for path, module in list(sys.modules.items()):
-        # By type(), since isinstance asks what it is given, and modules hold objects that warn or load when asked.
-        if not issubclass(type(module), ModuleType) or path.partition(".")[0] == "phistate":
-            continue
-        for name, value in list(vars(module).items()):
-            if value is original or (type(value) is FunctionType and original_of(value) is original):
-                yield module, name, value
-
-
-def _always(function: Function) -> Callable[[Function], Function]:
-    return lambda original: function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -77,8 +78,11 @@ def _replace(report: Report, model: nn.Module) -> None:
         report.left.append(Entry("fla", "-", there))
     elif of_fla:
         # Imported here: a model of transformers needs none of it.
+        from phistate.compat.fla import PACKAGE
         from phistate.compat.fla.patch import patch
+        from phistate.compat.install import warn_if_unchecked
 
+        warn_if_unchecked(PACKAGE, sys.modules["fla"].__version__)
         replacements |= patch(report, of_fla.keys())
     for path, layer in model.named_modules():
         for name, value in list(vars(layer).items()):
@@ -141,7 +145,8 @@ def _visit(
     if there:
         report.left.append(Entry(where, attribute, there))
         return
-    new = found if found is not original else replacement(original, hook)
+    # Where fla or mamba_ssm is installed, transformers' functions are theirs, for CUDA, wrapped around its own.
+    new = found if found is not original else replacement(original, hook, inspect.unwrap(original))
     report._undo.append(swap(owner, attribute, new))
     replacements[id(original)] = new
     report.replaced.append(Entry(where, attribute, hook.what))

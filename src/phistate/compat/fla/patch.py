@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,14 +11,12 @@ from typing import Any
 
 import torch
 
-from phistate.compat.fla import generation, layers, modules, registry
+from phistate.compat.fla import generation, mamba, modules, registry
 from phistate.compat.fla.ops import OPS
 from phistate.compat.functions import Function, Hook, hook_of, replacement, signature_of
+from phistate.compat.patch import holders
 from phistate.compat.report import Entry, Report
 from phistate.compat.swap import original_of, swap
-
-CHECKED = ("0.6.0",)
-"""Versions of fla-core that the adapters were compared with."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +43,6 @@ def patch(report: Report, named: Collection[str] | None = None) -> dict[int, Fun
     Raises:
         ImportError: fla cannot be imported here.
     """
-    fla = importlib.import_module("fla")
-    if fla.__version__ not in CHECKED:
-        warnings.warn(
-            f"fla {fla.__version__}: phistate was compared with {', '.join(CHECKED)}; a function whose signature has "
-            "changed is left alone, and the report says so",
-            stacklevel=4,
-        )
     if not torch.cuda.is_available():
         for name in ("fla.utils", "fla.utils.hardware"):
             report._undo.append(swap(importlib.import_module(name), "device", "cpu"))
@@ -86,7 +76,7 @@ def _hooks() -> Iterator[tuple[str, str, Hook]]:
     for module, names in modules.MODULES.items():
         for name, adapter in names.items():
             yield module, name, hook_of(adapter, "plain PyTorch")
-    for module, hooks in layers.HOOKS.items():
+    for module, hooks in mamba.HOOKS.items():
         for name, hook in hooks.items():
             yield module, name, hook
 
@@ -115,33 +105,37 @@ def _find(report: Report, module: str, name: str, hook: Hook) -> _Found | None:
 def _everywhere(report: Report, found: list[_Found], named: Collection[str] | None) -> None:
     """Put each function's replacement wherever a loaded module holds it, by itself or in a table such as ACT2FN."""
     known = {id(held): function for function in found for held in (function.present, function.original)}
-    tables: dict[int, dict[Any, Any]] = {}
     others = 0
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "phistate":
-            continue
-        in_fla = module.__name__.partition(".")[0] == "fla"
-        for name, value in list(vars(module).items()):
-            function = known.get(id(value))
-            if function is not None:
-                report._undo.append(swap(module, name, function.new))
-                if named is not None and module.__name__ in named:
-                    report.replaced.append(Entry(module.__name__, name, function.what))
-                else:
-                    others += 1
-            elif in_fla and _is_table_of(known, name, value):
-                table = {key: known[id(v)].new if id(v) in known else v for key, v in value.items()}
-                report._undo.append(swap(module, name, tables.setdefault(id(value), table)))
+    for module, name, value in list(holders(known)):
+        function = known[id(value)]
+        report._undo.append(swap(module, name, function.new))
+        if named is not None and module.__name__ in named:
+            report.replaced.append(Entry(module.__name__, name, function.what))
+        else:
+            others += 1
     if named is not None and others:
         report.replaced.append(Entry("fla", "…", f"the same and other functions, held in {others} more places"))
+    tables = {
+        id(table): table for module in _of_fla() for name, table in vars(module).items() if _holds(known, name, table)
+    }
+    renewed = {
+        place: {key: known[id(held)].new if id(held) in known else held for key, held in table.items()}
+        for place, table in tables.items()
+    }
+    for module, name, table in list(holders(tables)):
+        report._undo.append(swap(module, name, renewed[id(table)]))
 
 
-def _is_table_of(known: Mapping[int, _Found], name: str, value: object) -> bool:
+def _of_fla() -> list[ModuleType]:
+    return [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "fla"]
+
+
+def _holds(known: Mapping[int, _Found], name: str, value: object) -> bool:
     return type(value) is dict and not name.startswith("__") and any(id(held) in known for held in value.values())
 
 
 def _supplied() -> Iterator[tuple[str, Mapping[str, Callable[..., Any]]]]:
-    yield from layers.ABSENT.items()
+    yield from mamba.ABSENT.items()
     yield from modules.ABSENT.items()
 
 

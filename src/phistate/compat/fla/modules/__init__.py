@@ -14,13 +14,13 @@ from phistate.compat.fla.modules import (
     attention,
     conv,
     gated_norms,
-    gates,
     losses,
     norms,
     rotary,
     rwkv,
     token_shift,
 )
+from phistate.compat.fla.ops import gates
 from phistate.compat.mamba_ssm import gated
 
 Adapter = Callable[..., Any]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phistate.compat.fla.modules.precision import widened
+from phistate.compat.fla.precision import widened
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phistate.compat.arguments import wide
-from phistate.compat.fla.modules.precision import widened
+from phistate.compat.fla.precision import widened
 from phistate.compat.packing import packing
 from phistate.ops import causal_conv1d as ops
 from phistate.ops.checks import check_choice

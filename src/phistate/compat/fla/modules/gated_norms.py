@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phistate.compat.fla.modules.norms import Normed, add_residual, linear, normalized
-from phistate.compat.fla.modules.precision import widened
+from phistate.compat.fla.precision import widened
 
 GATES = {"swish": F.silu, "silu": F.silu, "sigmoid": F.sigmoid}
 

@@ -8,7 +8,6 @@ from phistate.compat.fla.modules import (
     conv,
     gated_norm_layers,
     gated_norms,
-    gates,
     losses,
     norm_layers,
     norms,
@@ -17,6 +16,7 @@ from phistate.compat.fla.modules import (
     rwkv,
 )
 from phistate.compat.fla.modules.token_shift import token_shift
+from phistate.compat.fla.ops import gates
 from phistate.compat.mamba_ssm import gated
 
 _NORMS: dict[str, object] = {

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phistate.compat.fla.modules.precision import widened
+from phistate.compat.fla.precision import widened
 
 Normed = Tensor | tuple[Tensor, Tensor]
 """What a norm gives back: its output, and what it normalised if ``prenorm`` asks for that."""

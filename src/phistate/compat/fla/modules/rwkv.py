@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phistate.compat.fla.modules.precision import widened
+from phistate.compat.fla.precision import widened
 
 
 def fused_addcmul_rwkv7(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phistate.compat.arguments import on_cpu
 from phistate.compat.states import state_of
 from phistate.ops.linear_attention import linear_attention
 
@@ -62,6 +63,7 @@ def attend(
         dtype: of o; None: q's.
         gate: what the caller's argument for the decay is called, for messages.
     """
+    on_cpu("fla", "q", q, "[B,T,H,K]", 4)
     check_packed(q, cu_seqlens, None if initial_state is None else initial_state.shape[0])
     dtype = q.dtype if dtype is None else dtype
     operands = [x for x in (q, k, v, erase) if x is not None]
@@ -87,12 +89,12 @@ def attend(
             decay=decay,
             beta=beta,
             write=write,
+            erase=erase,
             scale=scale,
             qk_l2norm=qk_l2norm,
             initial_state=None if kept is None else state_of(kept, q),
             return_state=True,
             cu_seqlens=cu_seqlens,
-            **({} if erase is None else {"erase": erase}),
         )
     s = state.s
     if by_column:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phistate.compat.fla.ops.call import Result, attend, check_options, check_packed, refuse, take_layout
-from phistate.compat.fla.ops.gates import channel_gate, head_gate, strength
+from phistate.compat.fla.ops.gates import fused_gdn_gate, fused_kda_gate, strength
 
 
 def chunk_delta_rule(
@@ -92,7 +92,7 @@ def chunk_gated_delta_rule(
         q,
         k,
         v,
-        decay=head_gate(g, A_log, dt_bias) if in_kernel else g,
+        decay=fused_gdn_gate(g, A_log, dt_bias) if in_kernel else g,
         beta=strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
         write="delta",
         scale=scale,
@@ -131,7 +131,7 @@ def fused_recurrent_gated_delta_rule(
     if use_gate_in_kernel:
         if g is None:
             raise ValueError("g: got None with use_gate_in_kernel=True; takes what the gate is made of")
-        g = head_gate(g, A_log, dt_bias)
+        g = fused_gdn_gate(g, A_log, dt_bias)
     decay = g if gk is None else gk if g is None else gk.float() + g.float().unsqueeze(-1)
     return attend(
         q,
@@ -179,8 +179,8 @@ def chunk_kda(
 ) -> Result:
     """Kimi delta attention (arXiv:2510.26692): a decay per channel, ``g [B,T,HV,K]``.
 
-    ``use_gate_in_kernel``: g is made as :func:`channel_gate` does, of ``A_log [HV]`` and ``dt_bias [HV·K]`` in
-    ``kwargs``. ``safe_gate`` and ``disable_recompute`` change nothing here.
+    ``use_gate_in_kernel``: g is made by :func:`~phistate.compat.fla.ops.gates.fused_kda_gate` of ``A_log [HV]`` and
+    ``dt_bias [HV·K]`` in ``kwargs``. ``safe_gate`` and ``disable_recompute`` change nothing here.
     """
     state_v_first = take_layout(state_v_first, kwargs)
     A_log, dt_bias = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None)
@@ -260,7 +260,7 @@ def _kda(
     negative: bool,
     **rest: Any,
 ) -> Result:
-    decay = g if gate is None else channel_gate(g, *gate)
+    decay = g if gate is None else fused_kda_gate(g, *gate)
     return attend(q, k, v, decay=decay, beta=strength(beta, sigmoid, negative), write="delta", **rest)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phistate.compat.arguments import on_cpu
 from phistate.compat.diagonal import diagonal_scan
 from phistate.compat.fla.ops.call import Result, check_packed
 from phistate.ops.checks import check_log
@@ -21,6 +22,7 @@ def fused_recurrent_hgrn(
 
     Packed sequences are one: where the next begins nothing is kept, and its own first state is written with its x.
     """
+    on_cpu("fla", "x", x, "[B,T,D]", 3)
     check_packed(x, cu_seqlens, None if initial_state is None else initial_state.shape[0])
     check_log("g", g)
     a, u = g.float().exp(), x.float()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phistate.compat.fla.ops.call import Result, attend, check_options, refuse, take_layout
-from phistate.compat.fla.ops.gates import channel_gate
+from phistate.compat.fla.ops.gates import fused_kda_gate
 
 
 def chunk_comba(
@@ -173,7 +173,7 @@ def _gdn2(
         q,
         k,
         (w.float() * v.float()).to(v.dtype),
-        decay=g if gate is None else channel_gate(g, *gate),
+        decay=g if gate is None else fused_kda_gate(g, *gate),
         erase=(b.float() * k.float()).to(k.dtype),
         write="delta",
         scale=scale,

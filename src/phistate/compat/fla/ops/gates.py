@@ -1,4 +1,4 @@
-"""Decays and strengths made inside fla's kernels, from what a layer projects."""
+"""Decays and strengths made inside fla's kernels, from what a layer projects; some are functions of their own."""
 
 from __future__ import annotations
 
@@ -6,34 +6,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phistate.compat.fla.precision import widened
 
-def head_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
-    """−e^A_log softplus(g + dt_bias), float32: ``g [B,T,HV]``, ``A_log, dt_bias [HV]``."""
+
+def fused_beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale · σ(x)`` in float32."""
+    return scale * widened(x).sigmoid()
+
+
+def fused_gdn_gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Gated DeltaNet's log-decay −e^A_log softplus(g + dt_bias): ``g [...,HV]``, ``A_log, dt_bias [HV]``."""
     if A_log is None:
-        raise ValueError("A_log: got None with use_gate_in_kernel=True; takes [HV]")
-    raw = g.float() if dt_bias is None else g.float() + dt_bias.float()
-    return -A_log.float().exp() * F.softplus(raw)
+        raise ValueError("A_log: got None for a gate made in the kernel; takes [HV]")
+    raw = widened(g) if dt_bias is None else widened(g) + widened(dt_bias)
+    return (-widened(A_log).exp() * F.softplus(raw)).to(output_dtype)
 
 
-def channel_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
-    """−e^A_log softplus(g + dt_bias), or lower_bound · σ(e^A_log (g + dt_bias)), float32.
+def fused_kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """KDA's log-decay −e^A_log softplus(g + dt_bias), or lower_bound · σ(e^A_log (g + dt_bias)).
 
-    ``g [B,T,HV,K]``, ``A_log [HV]`` (None with a lower bound: 0), ``dt_bias [HV·K]``.
+    ``g [...,HV,K]``, ``A_log [HV]`` (with a bound it may be None, which stands for 0), ``dt_bias [HV·K]``.
     """
-    heads, width = g.shape[-2:]
-    raw = g.float() if dt_bias is None else g.float() + dt_bias.float().view(heads, width)
-    rate = None if A_log is None else A_log.float().exp().view(heads, 1)
-    if lower_bound is not None:
-        return lower_bound * torch.sigmoid(raw if rate is None else rate * raw)
-    if rate is None:
-        raise ValueError("A_log: got None with use_gate_in_kernel=True and no lower_bound; takes [HV]")
-    return -rate * F.softplus(raw)
+    if A_log is None and lower_bound is None:
+        raise ValueError("A_log: got None for a gate made in the kernel without a lower_bound; takes [HV]")
+    raw = widened(g) if dt_bias is None else widened(g) + widened(dt_bias).view(g.shape[-2:])
+    rate = 1.0 if A_log is None else widened(A_log).exp().view(-1, 1)
+    decay = -rate * F.softplus(raw) if lower_bound is None else lower_bound * torch.sigmoid(rate * raw)
+    return decay.to(output_dtype)
 
 
 def strength(beta: Tensor, sigmoid: bool, negative: bool) -> Tensor:
     """``beta`` as given, or its sigmoid, or twice that, which lets eigenvalues of the transition be negative."""
     if negative and not sigmoid:
         raise ValueError("allow_neg_eigval: got True without use_beta_sigmoid_in_kernel; takes it beside that")
-    if not sigmoid:
-        return beta
-    return beta.float().sigmoid() * 2 if negative else beta.float().sigmoid()
+    return fused_beta_sigmoid(beta, 2.0 if negative else 1.0) if sigmoid else beta
