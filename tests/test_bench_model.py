@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from phistate.bench.families import FAMILIES, Size, family_config
+from phistate.bench.fla_families import FLA_FAMILIES
 from phistate.bench.model import compare, load_config
 
 TINY = Size(layers=3, width=32, head=16, state=8, vocab=64)
@@ -53,7 +54,7 @@ def test_command(tmp_path, capsys, monkeypatch):
         return done.value.code or 0
 
     assert run("--list") == 0
-    assert capsys.readouterr().out.split() == list(FAMILIES)
+    assert capsys.readouterr().out.split() == [*FAMILIES, *FLA_FAMILIES]
     small = "--layers 2 --width 32 --head 16 --vocab 64 --length 20 --new-tokens 1 --rounds 1 --threads 1 --no-memory"
     assert run("kimi-linear", *small.split(), "--json", str(tmp_path / "out.json")) == 0
     assert "kimi_linear" in capsys.readouterr().out

@@ -44,6 +44,21 @@ class Own:
     forward: float
     backward: float
 
+    @property
+    def overhead(self) -> float:
+        """Time of the prefill over that of its operators called directly."""
+        return self.prefill / self.direct
+
+    @property
+    def share(self) -> float:
+        """Part of the prefill that phistate's operators take."""
+        return self.ops / self.prefill
+
+    @property
+    def backward_ratio(self) -> float:
+        """Time of forward and backward over that of a forward."""
+        return self.backward / self.forward
+
 
 class _Recorder(TorchDispatchMode):
     """Every operator that runs, with its arguments."""

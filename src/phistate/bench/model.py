@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from phistate.bench.families import FAMILIES, Size, family_config, random_model
-from phistate.compat.swap import swapped
+from phistate.compat.swap import swap, swapped
 from phistate.hf import accelerate
+from phistate.hf.hooks import HOOKS
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,23 @@ def compare(
 
 @contextmanager
 def _accelerated(model: Any, fast: bool) -> Iterator[None]:
-    if not fast:
-        yield
+    if fast:
+        with accelerate(model):
+            yield
         return
-    with accelerate(model):
+    undo = _own_functions(model) if any(find_spec(name) for name in ("fla", "mamba_ssm")) else []
+    try:
         yield
+    finally:
+        for back in undo:
+            back()
+
+
+def _own_functions(model: Any) -> list[Callable[[], None]]:
+    """Give transformers its own functions where it took those of a package for CUDA; what gives them back."""
+    homes = {sys.modules[cls.__module__] for layer in model.modules() for cls in type(layer).__mro__}
+    found = [(home, name, vars(home)[name]) for home in homes for name in HOOKS if name in vars(home)]
+    return [swap(home, name, inspect.unwrap(held)) for home, name, held in found if inspect.unwrap(held) is not held]
 
 
 def _run(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float, torch.Tensor]:
