@@ -150,6 +150,16 @@ def test_a_row_padded_on_the_left_is_the_row(name):
     assert_close(ours[:1], other)
 
 
+@pytest.mark.parametrize("name", SINGLE)
+def test_training_heeds_the_mask_too(name):
+    """Their fused call does not."""
+    net, ids = random_weights(name).train(), tokens(2, 40)
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    with accelerate(net):
+        assert_close(logits(net, ids * mask, attention_mask=mask)[1:, 11:], logits(net, ids[1:, 11:]))
+
+
 # fla's Mamba layers take no packed sequences, and its linear-attention model does not hand them on to its layers.
 @pytest.mark.parametrize("name", [name for name in FLA_FAMILIES if name not in (*SINGLE, "fla.linear_attn")])
 def test_packed_sequences_are_those_one_by_one(name):

@@ -1,4 +1,4 @@
-"""With stand-ins for mamba_ssm and causal_conv1d, transformers' models answer as they do without any."""
+"""With stand-ins for mamba_ssm, causal_conv1d or fla, transformers' models answer as they do without any."""
 
 import json
 import os
@@ -26,6 +26,7 @@ FAMILIES = [
     "zamba2",
     "lfm2",
 ]
+DELTA_RULES = ["qwen3_next", "kimi_linear", "olmo_hybrid"]
 
 
 def run(module, *arguments, **environment):
@@ -35,16 +36,17 @@ def run(module, *arguments, **environment):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    found = {}
-    for how in ("plain", "stand-ins"):
-        file = tmp_path_factory.mktemp("answers") / "found.pt"
-        done = run("run_models", how, file, *FAMILIES)
-        assert done.returncode == 0, done.stderr
-        found[how] = torch.load(file)
+    found = {"plain": {}, "stand-ins": {}}
+    for how, both in found.items():
+        for module, families in (("run_models", FAMILIES), ("run_without_triton", DELTA_RULES)):
+            file = tmp_path_factory.mktemp("answers") / "found.pt"
+            done = run(module, how, file, *families)
+            assert done.returncode == 0, done.stderr
+            both |= torch.load(file)
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + DELTA_RULES)
 def test_models_answer_the_same(answers, family):
     ours, theirs = answers["stand-ins"][family], answers["plain"][family]
     assert ours.keys() == theirs.keys()

@@ -147,7 +147,7 @@ def own_table(result: Own) -> object:
     from rich import box
     from rich.table import Table
 
-    shown = Table(title=_title(result), title_justify="left", box=box.SIMPLE_HEAD)
+    shown = Table(title=_title(result), title_justify="left", box=box.SIMPLE_HEAD, min_width=80)
     for heading in ("", "seconds", "ratio"):
         shown.add_column(heading, justify="left" if not heading else "right")
     shown.add_row(f"prefill of {result.length}", f"{result.prefill:.3f}", f"{result.overhead:.2f}")
