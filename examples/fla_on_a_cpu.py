@@ -18,13 +18,13 @@ import phistate.hf
 from phistate.bench.families import Size
 from phistate.bench.fla_families import FLA_FAMILIES, fla_model
 
-PERIOD = 17
+# A phrase that goes round, and comes back to one of its tokens on another way each time.
+PHRASE = torch.tensor([5, 9, 5, 12, 7, 9, 12, 5, 20, 7, 31, 9, 20, 12, 31, 7, 40])
 
 
 def batch(rows: int, length: int) -> torch.Tensor:
-    """Sequences that repeat themselves after some tokens: whoever remembers them knows what comes next."""
-    start = torch.randint(3, 64, (rows, PERIOD))
-    return start.repeat(1, -(-length // PERIOD))[:, :length]
+    """The phrase, begun anywhere."""
+    return PHRASE[(torch.randint(len(PHRASE), (rows, 1)) + torch.arange(length)) % len(PHRASE)]
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = fla_model(family, Size(layers=4, width=128, head=32, state=32, vocab=64))
-    ids = batch(8, 4 * PERIOD)
+    ids = batch(8, 68)
     try:
         model(ids)
     except Exception as error:
@@ -52,7 +52,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     begin = time.perf_counter()
     for step in range(steps):
-        ids = batch(8, 4 * PERIOD)
+        ids = batch(8, 68)
         loss = model(ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -62,15 +62,17 @@ def main() -> None:
             print(f"step {step:3}  loss {loss.item():.3f}  {time.perf_counter() - begin:5.1f} s")
 
     model.eval()
-    prompt = batch(1, 2 * PERIOD)
+    known, new = 10, 60
+    right = batch(1, known + new)
+    prompt = right[:, :known]
     out = model.generate(
-        prompt, max_new_tokens=PERIOD, do_sample=False, eos_token_id=None, attention_mask=torch.ones_like(prompt)
+        prompt, max_new_tokens=new, do_sample=False, eos_token_id=None, attention_mask=torch.ones_like(prompt)
     )
-    new = out[:, 2 * PERIOD :]
     with torch.no_grad():
-        same = model(out[:, :-1]).logits[:, 2 * PERIOD - 1 :].argmax(-1)
-    print(f"\ngenerated from a state, token by token; {int((new == same).sum())} of {PERIOD} as a whole forward says,")
-    print(f"{int((new == prompt[:, :PERIOD]).sum())} of {PERIOD} what the pattern asks for")
+        whole = model(out[:, :-1]).logits[:, known - 1 :].argmax(-1)
+    print(f"\n{new} tokens generated after {known}, each from the states before it:")
+    print(f"{int((out[:, known:] == whole).sum())} are what one forward of all of them says,")
+    print(f"{int((out == right)[:, known:].sum())} are the phrase's")
 
 
 if __name__ == "__main__":
