@@ -11,6 +11,7 @@ import torch
 
 from phistate.bench.families import Size
 from phistate.bench.fla_families import FLA_FAMILIES, fla_model
+from phistate.compat import install
 from phistate.compat.fla.ops import call
 from phistate.hf import accelerate
 from phistate.ops.linear_attention import linear_attention
@@ -108,6 +109,73 @@ def test_generation_is_the_argmax_of_whole_forwards(name):
         )
         expected = logits(net, out[:, :-1])[:, 4:].argmax(-1)
     assert torch.equal(out[:, 5:], expected)
+
+
+def test_generation_is_left_as_it_is_when_asked():
+    """A cache that transformers names in its new way, fla drops: every token but the first is computed alone."""
+    net, ids = model("fla.gla"), tokens(2, 5)
+    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    with accelerate(net, correct=False) as report:
+        assert not report.corrected
+        wrong = net.generate(ids, **how)
+    with accelerate(net) as report:
+        assert [entry.what for entry in report.corrected]
+        right = net.generate(ids, **how)
+    assert torch.equal(wrong[:, :6], right[:, :6])
+    assert not torch.equal(wrong, right)
+
+
+def test_the_report_names_what_the_layers_call():
+    net = model("fla.kda")
+    with accelerate(net) as report:
+        named = {entry.name: entry.what for entry in report.replaced if entry.where == "fla.layers.kda"}
+    assert named["chunk_kda"] == "linear_attention(write='delta'), by fla's registry of backends"
+    assert named["fused_recurrent_kda"] == "linear_attention(write='delta')"
+
+
+def test_without_the_registry_everything_is_replaced(monkeypatch):
+    net, ids = model("fla.kda"), tokens(2, 70)
+    with accelerate(net):
+        expected = logits(net, ids)
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    with accelerate(net) as report:
+        named = {entry.name: entry.what for entry in report.replaced if entry.where == "fla.layers.kda"}
+        assert named["chunk_kda"] == "linear_attention(write='delta')"
+        assert torch.equal(logits(net, ids), expected)
+
+
+def test_a_version_that_differs_is_told(monkeypatch):
+    import fla
+
+    monkeypatch.setattr(fla, "__version__", "9.9")
+    monkeypatch.setattr("fla.ops.gla.chunk_gla", lambda q, k: None)
+    monkeypatch.delattr("fla.ops.gsa.chunk_gsa")
+    with pytest.warns(UserWarning, match=r"fla 9\.9 was never checked with phistate, which knows 0\.6\.0"):
+        report = accelerate(model("fla.gla"))
+    with report:
+        left = {(entry.where, entry.name): entry.what for entry in report.left}
+    assert left["fla.ops.gla", "chunk_gla"].startswith("takes (q, k); phistate knows (q, k, v, g, scale=None")
+    assert left["fla.ops.gsa", "chunk_gsa"] == "is not in this version of fla"
+
+
+def test_tensors_elsewhere_go_to_fla():
+    from fla.ops.gla import chunk_gla
+    from fla.ops.kda import chunk_kda
+
+    x, beta = torch.zeros(1, 4, 2, 16, device="meta"), torch.zeros(1, 4, 2, device="meta")
+    before = (chunk_gla, chunk_kda)
+    with install("fla"):
+        from fla.ops.gla import chunk_gla as replaced
+
+        assert replaced is not chunk_gla
+        for call in (lambda: replaced(x, x, x, x), lambda: chunk_kda(x, x, x, x, beta)):
+            with pytest.raises(RuntimeError, match="0 active drivers"):
+                call()
+        cpu = torch.zeros(1, 4, 2, 16)
+        assert chunk_kda(cpu, cpu, cpu, cpu, torch.zeros(1, 4, 2))[0].shape == cpu.shape
+    import fla.ops.gla
+
+    assert (fla.ops.gla.chunk_gla, chunk_kda) == before
 
 
 @pytest.mark.parametrize("name", [name for name in FLA_FAMILIES if name != "fla.transformer"])

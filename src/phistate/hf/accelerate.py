@@ -33,8 +33,9 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
     Args:
         model: a model, or any part of one.
         correct: also give the right answer in the few places where transformers loses an argument on the way to the
-            function: the recurrent state of Mamba-1 layers when several tokens follow a cache, and the limits of
-            Mamba-2's time step in the decode step. False: the same answers as transformers there too.
+            function: the recurrent state of Mamba-1 layers when several tokens follow a cache, the limits of
+            Mamba-2's time step in the decode step, and the cache of fla's models in ``generate``. False: the same
+            answers as transformers there too.
 
     Returns:
         A :class:`Report`; ``with accelerate(model) as report:`` undoes it at the end of the block.
@@ -52,7 +53,7 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
     report = Report(type(model).__name__, native.why_not() or "native")
     # Whoever gets no report could undo nothing.
     try:
-        _replace(report, model)
+        _replace(report, model, correct)
         if report.replaced:
             for entry, undo in hand_over(model, correct):
                 report._undo.append(undo)
@@ -64,7 +65,7 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
     return report
 
 
-def _replace(report: Report, model: nn.Module) -> None:
+def _replace(report: Report, model: nn.Module, correct: bool) -> None:
     replacements: dict[int, Callable[..., Any]] = {}
     of_fla: dict[str, list[nn.Module]] = {}
     for owner, layers in _owners(model).items():
@@ -83,7 +84,7 @@ def _replace(report: Report, model: nn.Module) -> None:
         from phistate.compat.install import warn_if_unchecked
 
         warn_if_unchecked(PACKAGE, sys.modules["fla"].__version__)
-        replacements |= patch(report, of_fla.keys())
+        replacements |= patch(report, of_fla.keys(), correct)
     for path, layer in model.named_modules():
         for name, value in list(vars(layer).items()):
             original = original_of(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -29,13 +29,14 @@ class _Found:
     new: Any
 
 
-def patch(report: Report, named: Collection[str] | None = None) -> dict[int, Function]:
+def patch(report: Report, named: Collection[str] | None = None, correct: bool = True) -> dict[int, Function]:
     """Replace what is known of the installed fla; how to undo it goes to ``report``.
 
     Args:
         report: told what was replaced and what was left.
         named: modules whose replaced functions the report names one by one, the others being counted; None: each
             function once, where fla defines it.
+        correct: also have ``generate`` hand the cache on under the name that fla's models know.
 
     Returns:
         By the id of a function that was replaced, what stands in its place: a layer may hold one itself.
@@ -47,23 +48,31 @@ def patch(report: Report, named: Collection[str] | None = None) -> dict[int, Fun
         for name in ("fla.utils", "fla.utils.hardware"):
             report._undo.append(swap(importlib.import_module(name), "device", "cpu"))
     found: list[_Found] = []
+    dispatched: dict[int, str] = {}
     for module, name, hook in _hooks():
         function = _find(report, module, name, hook)
         if function is None:
             continue
         if named is None:
             report.replaced.append(Entry(module, name, hook.what))
-        if not registry.register(report, module, name, function.original, hook):
+        if registry.register(report, module, name, function.original, hook):
+            dispatched[id(function.original)] = hook.what
+        else:
             found.append(function)
+    for owner, name, value in holders(dispatched):
+        if named is not None and owner.__name__ in named:
+            what = f"{dispatched[id(value)]}, by fla's registry of backends"
+            report.replaced.append(Entry(owner.__name__, name, what))
     _everywhere(report, found, named)
-    for module, hooks in generation.CORRECTED.items():
+    for module, hooks in generation.CORRECTED.items() if correct else ():
         for name, hook in hooks.items():
             if _find(report, module, name, hook) is not None:
                 report.corrected.append(Entry(module, name, hook.what))
     for module, names in _supplied():
         _supply(report, module, names, named)
+    known = {id(held) for function in found for held in (function.original, function.new)} | dispatched.keys()
     for module in named or ():
-        _tell_what_is_left(report, sys.modules[module], found)
+        _tell_what_is_left(report, sys.modules[module], known)
     return {id(function.original): function.new for function in found}
 
 
@@ -163,15 +172,12 @@ _KNOWN_FAULTS = {
         "fla.layers.mom", "MomAttention", "runs, but its answers with a cache are not those without: fla's own fault"
     ),
 }
-
-
 # They only say, by an error, which function took their place.
 _GIVEN_UP = ("fused_chunk_gla", "fused_chunk_delta_rule")
 
 
-def _tell_what_is_left(report: Report, module: ModuleType, found: list[_Found]) -> None:
+def _tell_what_is_left(report: Report, module: ModuleType, known: Container[int]) -> None:
     """Kernels that a module of layers calls and phistate has nothing for."""
-    known = {id(held) for function in found for held in (function.original, function.new)}
     if module.__name__ in _KNOWN_FAULTS:
         report.left.append(_KNOWN_FAULTS[module.__name__])
     if not module.__name__.startswith("fla.layers."):
@@ -179,5 +185,5 @@ def _tell_what_is_left(report: Report, module: ModuleType, found: list[_Found]) 
     for name, value in vars(module).items():
         home = str(getattr(value, "__module__", ""))
         kernel = callable(value) and home.startswith("fla.ops.") and not home.startswith("fla.ops.utils")
-        if kernel and id(value) not in known and name not in _GIVEN_UP and not registry.holds(name):
+        if kernel and id(value) not in known and name not in _GIVEN_UP:
             report.left.append(Entry(module.__name__, name, "a kernel for GPUs that phistate has nothing for"))

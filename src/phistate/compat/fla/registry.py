@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ class _Asked:
     """How many reports want the registered functions now: the registry forgets nothing, so its verifier asks."""
 
     count = 0
+    lock = threading.Lock()
 
 
 def register(report: Report, module: str, name: str, original: Callable[..., Any], hook: Hook) -> bool:
@@ -46,18 +48,15 @@ def register(report: Report, module: str, name: str, original: Callable[..., Any
             backends.register(operation, verifier=_on_the_cpu)(backend)
     except (KeyError, TypeError, AttributeError):  # this version dispatches it otherwise, or not at all
         return False
-    _Asked.count += 1
+    with _Asked.lock:
+        _Asked.count += 1
     report._undo.append(_leave)
     return True
 
 
-def holds(name: str) -> bool:
-    """Whether a function of this name is one that fla dispatches here now."""
-    return bool(_Asked.count) and any(name == known for _, known in _OPERATIONS)
-
-
 def _leave() -> None:
-    _Asked.count -= 1
+    with _Asked.lock:
+        _Asked.count -= 1
 
 
 def _on_the_cpu(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
