@@ -144,6 +144,18 @@ def test_without_the_registry_everything_is_replaced(monkeypatch):
         assert torch.equal(logits(net, ids), expected)
 
 
+@pytest.mark.parametrize("name", ["fla.gla", "fla.kda", "fla.mamba2"])
+def test_a_model_compiles_to_one_graph(name, monkeypatch):
+    """fla keeps the calls of its registry out of every graph."""
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    net, ids = model(name), tokens(2, 70)
+    with accelerate(net):
+        expected = logits(net, ids)
+        torch._dynamo.reset()
+        compiled = torch.compile(net, backend="eager", fullgraph=True)
+        torch.testing.assert_close(logits(compiled, ids), expected)
+
+
 def test_a_version_that_differs_is_told(monkeypatch):
     import fla
 
