@@ -106,9 +106,10 @@ PHISTATE_INLINE uint32_t to_bits(float x) {
 PHISTATE_INLINE float get(float x) { return x; }
 PHISTATE_INLINE float get(bf16 x) { return from_bits(uint32_t{x.bits} << 16); }
 PHISTATE_INLINE float get(f16 x) {
-    // The exponent is rebased by a multiplication, which is exact and makes subnormals come out right.
+    // A subnormal is a count of 2^-24. Its bits, moved to where a float's are, would be a float's subnormal and flushed.
     const uint32_t sign = uint32_t{x.bits} & 0x8000u, rest = uint32_t{x.bits} & 0x7fffu;
-    uint32_t bits = rest >= 0x7c00u ? (rest << 13) | 0x7f800000u : to_bits(from_bits(rest << 13) * from_bits(0x77800000u));
+    const uint32_t small = to_bits(static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-24f);
+    const uint32_t bits = rest >= 0x7c00u ? (rest << 13) | 0x7f800000u : rest >= 0x400u ? (rest << 13) + 0x38000000u : small;
     return from_bits(bits | sign << 16);
 }
 PHISTATE_INLINE void put(float* p, float x) { *p = x; }

@@ -37,6 +37,18 @@ class TestCpuBackend(Conformance):
         return [("auto", torch.float32), ("auto", torch.bfloat16), ("auto", torch.float16)]
 
 
+@pytest.mark.parametrize("width", [1, 3, 4, 9, 16, 37])
+@pytest.mark.parametrize("write", ["add", "delta"])
+def test_every_number_a_float16_can_be_is_read(instruction_set, width, write):
+    """Also the smallest, below 2^-14: whole vectors and the tails of rows."""
+    numbers = torch.arange(1, 0x7C00, dtype=torch.int16).view(torch.float16)
+    v = numbers[: numbers.numel() // width * width].view(1, -1, 1, width)[:, ::5]
+    q = torch.ones(1, v.shape[1], 1, 1, dtype=torch.float16)
+    decay = torch.full((1, v.shape[1], 1), -1e4)  # each step stands alone: what is read is what was written
+    o = linear_attention(q, q, v, decay=decay, write=write, scale=1.0, backend="cpu")
+    assert torch.equal(o, v)
+
+
 def test_exp(instruction_set):
     x = torch.cat([torch.linspace(-120, 95, 100_003), torch.tensor([-torch.inf, -1e4, -3e38, 0.0, 1e4, torch.nan])])
     y = torch.empty_like(x)
