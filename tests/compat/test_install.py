@@ -12,6 +12,7 @@ import torch
 from phistate import compat
 from phistate.compat import causal_conv1d, mamba_ssm
 from phistate.compat import install as install_function
+from phistate.compat import package as packages
 from phistate.compat.package import Package
 from phistate.compat.report import Entry
 
@@ -32,7 +33,7 @@ def nothing_stays(monkeypatch):
     monkeypatch.setattr(installing, "_WARNED", set())
     yield
     assert not installing._STANDING
-    assert not +installing._PATCHED
+    assert not +packages._PATCHED
     for path in standing():
         del sys.modules[path]
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from phistate.compat.swap import Uses
+
 Function = Callable[..., Any]
 
 
@@ -65,6 +67,8 @@ def signature_of(function: Function) -> str:
 def replacement(original: Function, hook: Hook, fallback: Function | None = None) -> Function:
     """``hook``'s function under the name of ``original``, to which tensors that are not on the CPU still go.
 
+    So do all, where no attribute holds it by :func:`~phistate.compat.swap.swap`: before, and after the last undo.
+
     Args:
         original: what is replaced.
         hook: how.
@@ -72,13 +76,15 @@ def replacement(original: Function, hook: Hook, fallback: Function | None = None
     """
     native, index = hook.native(original if fallback is None else fallback), hook.tensor
     name = [part for part in hook.signature.split(", ") if part != "*"][index].partition("=")[0]
+    uses, exports = Uses(), hook.exports
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         first = args[index] if len(args) > index else kwargs[name]
-        if first.device.type != "cpu" or (not hook.exports and torch.compiler.is_exporting()):
+        if not uses.live or first.device.type != "cpu" or (not exports and torch.compiler.is_exporting()):
             return original(*args, **kwargs)
         return native(*args, **kwargs)
 
     run._phistate_replaces = original  # type: ignore[attr-defined]
+    run._phistate_uses = uses  # type: ignore[attr-defined]
     return run

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-from phistate.compat.package import Package
-from phistate.compat.report import Entry, Report, summary
+from phistate.compat.package import Package, is_patched, patched
+from phistate.compat.report import LOCK, Entry, Report, summary
 from phistate.compat.stand_in import StandIn, put, stand_ins, standing
 
 # Where each package is described, as the attribute PACKAGE; imported when it is asked for.
@@ -35,9 +33,6 @@ class _Standing:
 
 
 _STANDING: dict[str, _Standing] = {}
-# How many calls share the functions replaced in an installed package, which passes its probe meanwhile.
-_PATCHED: Counter[str] = Counter()
-_LOCK = threading.RLock()
 
 
 def install(*names: str) -> Report:
@@ -80,7 +75,7 @@ def install(*names: str) -> Report:
     report = Report(", ".join(dict.fromkeys(names)), native.why_not() or "native")
     # Whoever gets no report could undo nothing.
     try:
-        with _LOCK:
+        with LOCK:
             for name in dict.fromkeys(names):
                 _install(report, importlib.import_module(_PACKAGES[name]).PACKAGE)
     except BaseException:
@@ -105,7 +100,7 @@ def _install(report: Report, package: Package) -> None:
         _stand(report, package, _STANDING[name])
         return
     version = str(getattr(module, "__version__", "of unknown version"))
-    fails = "" if _PATCHED[name] else _failure(package)
+    fails = "" if is_patched(name) else _failure(package)
     if fails is None:
         report.left.append(Entry(name, "-", f"{version} is installed and serves CPU tensors itself"))
         return
@@ -138,13 +133,7 @@ def _patch(report: Report, package: Package) -> None:
     """Replace what an installed package cannot do for CPU tensors."""
     from phistate.compat.patch import patch
 
-    _PATCHED[package.name] += 1
-
-    def undo() -> None:
-        with _LOCK:
-            _PATCHED[package.name] -= 1
-
-    report._undo.append(undo)
+    report._undo.append(patched(package.name))
     if package.patch is None:
         patch(report, package)
     else:
@@ -166,7 +155,7 @@ def _stand(report: Report, package: Package, shared: _Standing) -> None:
     shared.count += 1
 
     def undo() -> None:
-        with _LOCK:
+        with LOCK:
             shared.count -= 1
             if shared.count == 0:
                 shared.take_out()

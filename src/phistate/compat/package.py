@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phistate.compat.report import Report
+from phistate.compat.report import LOCK, Report
 from phistate.compat.stand_in import Table
 
 
@@ -29,3 +30,23 @@ class Package:
     file: str
     probe: Callable[[], None]
     patch: Callable[[Report], None] | None = None
+
+
+# How many reports want the functions that are replaced in an installed package, which passes its probe meanwhile.
+_PATCHED: Counter[str] = Counter()
+
+
+def is_patched(name: str) -> bool:
+    """Whether functions of the package are replaced now."""
+    return _PATCHED[name] > 0
+
+
+def patched(name: str) -> Callable[[], None]:
+    """Count a report that replaces functions of the package; what counts it out again."""
+    _PATCHED[name] += 1
+
+    def undo() -> None:
+        with LOCK:
+            _PATCHED[name] -= 1
+
+    return undo

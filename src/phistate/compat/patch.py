@@ -37,20 +37,25 @@ def patch(report: Report, package: Package) -> None:
                 continue
             hook = hook_of(adapter, summary(adapter))
             new = replacement(original, hook) if present is original else present
-            known |= {id(held): (new, hook.what) for held in (original, present)}
-    for module, name, value in holders(known):
-        new, what = known[id(value)]
+            known[id(original)] = (new, hook.what)
+    for module, name, held in list(holders(known)):
+        new, what = known[held]
         report._undo.append(swap(module, name, new))
         report.replaced.append(Entry(module.__name__, name, what))
 
 
-def holders(known: Container[int]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Where a loaded module holds an object whose id is ``known``, from-imports included: module, name and object."""
+def holders(known: Container[int]) -> Iterator[tuple[ModuleType, str, int]]:
+    """Where a loaded module holds one of the objects whose ids are ``known``: the module, the name and the id.
+
+    From-imports are found, and so is what an earlier report put in an object's place.
+    """
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != "phistate":
             for name, value in list(vars(module).items()):
-                if id(value) in known:
-                    yield module, name, value
+                # Only of a function: others may do anything when they are asked for an attribute.
+                held = id(original_of(value) if type(value) is FunctionType else value)
+                if held in known:
+                    yield module, name, held
 
 
 def _against(original: Any, new: Function) -> str | None:

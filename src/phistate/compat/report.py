@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+
+LOCK = threading.RLock()
+"""Held while a report is made or undone: what is replaced is one for all threads."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,9 @@ class Report:
 
         What is shared with another report stays replaced until that one is undone too.
         """
-        while self._undo:
-            self._undo.pop()()
+        with LOCK:
+            while self._undo:
+                self._undo.pop()()
 
     def __enter__(self) -> Report:
         return self

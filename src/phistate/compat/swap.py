@@ -1,4 +1,4 @@
-"""One attribute replaced by another, for as long as any accelerated model needs it."""
+"""One attribute replaced by another, for as long as any report needs it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,26 @@ _ABSENT = object()
 
 
 @dataclass
-class _Hold:
-    """What an attribute was and is, and how many accelerated models share that."""
+class Uses:
+    """How many attributes a replacement stands in now.
 
-    original: Any
+    Modules and layers made meanwhile hold it too, and nobody knows of them: it asks here whether it is still wanted.
+    """
+
+    count: int = 0
+    live: bool = False
+
+    def change(self, by: int) -> None:
+        """One attribute more, or less."""
+        self.count += by
+        self.live = self.count > 0
+
+
+@dataclass
+class _Hold:
+    """What an attribute was and is, and how many reports share that."""
+
+    before: Any
     new: Any
     count: int = 0
 
@@ -33,6 +49,11 @@ def original_of(function: Any) -> Any:
     return getattr(function, "_phistate_replaces", function)
 
 
+def _uses(function: Any) -> Uses:
+    """Of a replacement; anything else counts for nothing."""
+    return getattr(function, "_phistate_uses", None) or Uses()
+
+
 def swapped() -> list[tuple[Any, str, Any]]:
     """Every function that is replaced now: its owner, its name and what stands there."""
     held = [(owner, name, hold.new) for owner, holds in _HELD.items() for name, hold in holds.items()]
@@ -40,24 +61,29 @@ def swapped() -> list[tuple[Any, str, Any]]:
 
 
 def swap(owner: ModuleType | type | nn.Module, name: str, new: Any) -> Callable[[], None]:
-    """Set an attribute and give back what undoes it, which waits until every model that shares it has been undone."""
+    """Set an attribute and give back what undoes it, which waits until every report that shares it has been undone."""
     with _LOCK:
         holds = _HELD.setdefault(owner, {})
-        hold = holds.setdefault(name, _Hold(original_of(vars(owner).get(name, _ABSENT)), new))
+        hold = holds.setdefault(name, _Hold(vars(owner).get(name, _ABSENT), new))
         hold.count += 1
+        _uses(hold.new).change(+1)
         setattr(owner, name, hold.new)
 
     def undo() -> None:
         with _LOCK:
+            _uses(hold.new).change(-1)
             hold.count -= 1
             if hold.count:
                 return
             del holds[name]
             # Whoever replaced it again after us keeps what they put there.
-            if vars(owner).get(name) is hold.new:
-                if hold.original is _ABSENT:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, hold.original)
+            if vars(owner).get(name) is not hold.new:
+                return
+            # A replacement that another report still wants was here before us; one that nobody wants goes.
+            before = hold.before if _uses(hold.before).live else original_of(hold.before)
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
     return undo

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from phistate.compat.functions import replacement, signature_of
-from phistate.compat.report import Entry, Report
+from phistate.compat.report import LOCK, Entry, Report
 from phistate.compat.swap import original_of, swap
 from phistate.hf.corrections import hand_over
 from phistate.hf.hooks import HOOKS, UNCOVERED
@@ -53,12 +53,13 @@ def accelerate(model: nn.Module, *, correct: bool = True) -> Report:
     report = Report(type(model).__name__, native.why_not() or "native")
     # Whoever gets no report could undo nothing.
     try:
-        _replace(report, model, correct)
-        if report.replaced:
-            for entry, undo in hand_over(model, correct):
-                report._undo.append(undo)
-                if entry is not None and entry not in report.corrected:
-                    report.corrected.append(entry)
+        with LOCK:
+            _replace(report, model, correct)
+            if report.replaced:
+                for entry, undo in hand_over(model, correct):
+                    report._undo.append(undo)
+                    if entry is not None and entry not in report.corrected:
+                        report.corrected.append(entry)
     except BaseException:
         report.undo()
         raise

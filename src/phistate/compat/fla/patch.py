@@ -14,6 +14,7 @@ import torch
 from phistate.compat.fla import generation, mamba, modules, registry
 from phistate.compat.fla.ops import OPS
 from phistate.compat.functions import Function, Hook, hook_of, replacement, signature_of
+from phistate.compat.package import patched
 from phistate.compat.patch import holders
 from phistate.compat.report import Entry, Report
 from phistate.compat.swap import original_of, swap
@@ -21,10 +22,9 @@ from phistate.compat.swap import original_of, swap
 
 @dataclass(frozen=True)
 class _Found:
-    """A function of fla's where it is defined: what stands there, what stood there first, and what shall."""
+    """A function of fla's where it is defined: what stood there first, and what shall."""
 
     what: str
-    present: Any
     original: Any
     new: Any
 
@@ -44,6 +44,7 @@ def patch(report: Report, named: Collection[str] | None = None, correct: bool = 
     Raises:
         ImportError: fla cannot be imported here.
     """
+    report._undo.append(patched("fla"))
     if not torch.cuda.is_available():
         for name in ("fla.utils", "fla.utils.hardware"):
             report._undo.append(swap(importlib.import_module(name), "device", "cpu"))
@@ -59,9 +60,9 @@ def patch(report: Report, named: Collection[str] | None = None, correct: bool = 
             dispatched[id(function.original)] = hook.what
         else:
             found.append(function)
-    for owner, name, value in holders(dispatched):
+    for owner, name, held in holders(dispatched):
         if named is not None and owner.__name__ in named:
-            what = f"{dispatched[id(value)]}, by fla's registry of backends"
+            what = f"{dispatched[held]}, by fla's registry of backends"
             report.replaced.append(Entry(owner.__name__, name, what))
     _everywhere(report, found, named)
     for module, hooks in generation.CORRECTED.items() if correct else ():
@@ -106,17 +107,18 @@ def _find(report: Report, module: str, name: str, hook: Hook) -> _Found | None:
         report.left.append(Entry(module, name, f"takes ({signature}); phistate knows ({hook.signature})"))
         return None
     new = present if present is not original else replacement(original, hook)
+    new.__module__, new.__qualname__ = module, name  # a layer that holds it is saved by this name
     if isinstance(owner, type):
         report._undo.append(swap(owner, attribute, new))
-    return _Found(hook.what, present, original, new)
+    return _Found(hook.what, original, new)
 
 
 def _everywhere(report: Report, found: list[_Found], named: Collection[str] | None) -> None:
     """Put each function's replacement wherever a loaded module holds it, by itself or in a table such as ACT2FN."""
-    known = {id(held): function for function in found for held in (function.present, function.original)}
+    known = {id(function.original): function for function in found}
     others = 0
-    for module, name, value in list(holders(known)):
-        function = known[id(value)]
+    for module, name, held in list(holders(known)):
+        function = known[held]
         report._undo.append(swap(module, name, function.new))
         if named is not None and module.__name__ in named:
             report.replaced.append(Entry(module.__name__, name, function.what))
@@ -124,23 +126,15 @@ def _everywhere(report: Report, found: list[_Found], named: Collection[str] | No
             others += 1
     if named is not None and others:
         report.replaced.append(Entry("fla", "…", f"the same and other functions, held in {others} more places"))
-    tables = {
-        id(table): table for module in _of_fla() for name, table in vars(module).items() if _holds(known, name, table)
-    }
-    renewed = {
-        place: {key: known[id(held)].new if id(held) in known else held for key, held in table.items()}
-        for place, table in tables.items()
-    }
-    for module, name, table in list(holders(tables)):
-        report._undo.append(swap(module, name, renewed[id(table)]))
-
-
-def _of_fla() -> list[ModuleType]:
-    return [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "fla"]
-
-
-def _holds(known: Mapping[int, _Found], name: str, value: object) -> bool:
-    return type(value) is dict and not name.startswith("__") and any(id(held) in known for held in value.values())
+    renewed = {}
+    for module in [module for path, module in list(sys.modules.items()) if path.partition(".")[0] == "fla"]:
+        for table in [value for value in vars(module).values() if type(value) is dict]:
+            originals = {key: id(original_of(value)) for key, value in table.items()}
+            if any(held in known for held in originals.values()):
+                mine = {key: known[held].new for key, held in originals.items() if held in known}
+                renewed[id(table)] = table | mine
+    for module, name, held in list(holders(renewed)):
+        report._undo.append(swap(module, name, renewed[held]))
 
 
 def _supplied() -> Iterator[tuple[str, Mapping[str, Callable[..., Any]]]]:
