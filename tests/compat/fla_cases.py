@@ -350,6 +350,11 @@ def _cases() -> list[Case]:
         Case(adapter.__name__, adapter, comba, _plain(delta=True, erase_first=True), {}, one, decays=("g",))
         for adapter in (erase.chunk_comba, erase.fused_recurrent_comba)
     ]
+    by_channel = comba | {"beta": inputs(beta=(B, T, H, V))["beta"].sigmoid()}
+    reference = _plain(delta=True, erase_first=True)
+    found.append(
+        Case("comba_beta_of_values", erase.fused_recurrent_comba, by_channel, reference, {}, one, decays=("g",))
+    )
     second = _with(
         units,
         g=per_channel,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
+import sys
 
 import pytest
 import torch
@@ -144,6 +146,61 @@ def test_without_the_registry_everything_is_replaced(monkeypatch):
         assert torch.equal(logits(net, ids), expected)
 
 
+def test_what_was_made_meanwhile_runs_as_long_as_anything_wants_it():
+    """A module and a layer made under one report, then touched and let go by another."""
+    import types
+
+    whole, ids = install("fla"), tokens(2, 20)
+    user = types.ModuleType("user_of_fla")
+    exec("from fla.ops.gla import chunk_gla", vars(user))
+    net = fla_model("fla.rwkv6", SIZE)  # its layers hold an activation each
+    x = torch.randn(1, 3, 2, 16)
+    sys.modules["user_of_fla"] = user
+    try:
+        with accelerate(model("fla.gla")), accelerate(net):
+            expected = logits(net, ids)
+        assert user.chunk_gla(x, x, x, -x.abs())[0].shape == x.shape
+        assert torch.equal(logits(net, ids), expected)
+        inner = accelerate(net)
+        whole.undo()
+        assert torch.equal(logits(net, ids), expected)
+        inner.undo()
+        for gone in (lambda: user.chunk_gla(x, x, x, -x.abs()), lambda: logits(net, ids)):
+            with pytest.raises(RuntimeError, match="0 active drivers"):
+                gone()
+        with accelerate(net):
+            assert user.chunk_gla(x, x, x, -x.abs())[0].shape == x.shape
+            assert torch.equal(logits(net, ids), expected)
+    finally:
+        whole.undo()
+        del sys.modules["user_of_fla"]
+
+
+def test_install_after_accelerate_is_one_more_that_wants_it():
+    from fla.ops.kda import chunk_kda
+
+    x, beta = torch.zeros(1, 4, 2, 16), torch.zeros(1, 4, 2)
+    first = accelerate(model("fla.gla"))
+    with install("fla") as report:
+        assert report.replaced
+        first.undo()
+        assert chunk_kda(x, x, x, x, beta)[0].shape == x.shape
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        chunk_kda(x, x, x, x, beta)
+
+
+@pytest.mark.parametrize("name", ["fla.mamba", "fla.rwkv6", "fla.gla"])
+def test_an_accelerated_model_can_be_saved_and_copied(name, tmp_path):
+    net, ids = fla_model(name, SIZE), tokens(2, 20)
+    with accelerate(net):
+        expected = logits(net, ids)
+        torch.save(net, tmp_path / "net.pt")
+        loaded, copied = torch.load(tmp_path / "net.pt", weights_only=False), copy.deepcopy(net)
+        assert torch.equal(logits(loaded, ids), expected)
+        assert torch.equal(logits(copied, ids), expected)
+    torch.save(net, tmp_path / "plain.pt")
+
+
 @pytest.mark.parametrize("name", ["fla.gla", "fla.kda", "fla.mamba2"])
 def test_a_model_compiles_to_one_graph(name, monkeypatch):
     """fla keeps the calls of its registry out of every graph."""
@@ -154,6 +211,8 @@ def test_a_model_compiles_to_one_graph(name, monkeypatch):
         torch._dynamo.reset()
         compiled = torch.compile(net, backend="eager", fullgraph=True)
         torch.testing.assert_close(logits(compiled, ids), expected)
+        loss = net(ids, labels=ids, use_cache=False).loss
+        torch.testing.assert_close(compiled(ids, labels=ids, use_cache=False).loss, loss)
 
 
 def test_a_version_that_differs_is_told(monkeypatch):
@@ -190,7 +249,7 @@ def test_tensors_elsewhere_go_to_fla():
     assert (fla.ops.gla.chunk_gla, chunk_kda) == before
 
 
-@pytest.mark.parametrize("name", [name for name in FLA_FAMILIES if name != "fla.transformer"])
+@families
 def test_beams_carry_their_states(name):
     net, ids = model(name), tokens(1, 5)
     with accelerate(net):

@@ -216,6 +216,16 @@ def test_the_strength_is_made_in_the_kernel(function: Callable[..., Any]):
         function(**UNIT, g=g, beta=raw, allow_neg_eigval=True)
 
 
+def test_no_strength_is_one_before_its_sigmoid():
+    given = UNIT | {"g": HEAD}
+    ones = torch.ones(B, T, H)
+    for options in ({}, {"use_beta_sigmoid_in_kernel": True}):
+        o, _ = delta.fused_recurrent_gated_delta_rule(**given, **options)
+        torch.testing.assert_close(o, delta.fused_recurrent_gated_delta_rule(**given, beta=ones, **options)[0])
+    with pytest.raises(ValueError, match="allow_neg_eigval"):
+        delta.fused_recurrent_gated_delta_rule(**given, allow_neg_eigval=True)
+
+
 def test_mixed_dtypes_are_promoted_and_the_output_has_flas():
     mixed = UNIT | {"v": UNIT["v"].half()}
     assert delta.chunk_gated_delta_rule(**mixed, g=HEAD, beta=BETA)[0].dtype == torch.float32

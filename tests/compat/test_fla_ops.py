@@ -146,6 +146,27 @@ def test_no_state_is_given_that_was_not_asked_for(case: Case):
 
 
 @cases
+def test_float64_is_computed_in_float64(case: Case):
+    given = {name: x.double() for name, x in case.given.items()}
+    state = packed_state(case, dtype=torch.float64)
+    o, last = run(case, given, state)
+    exact, end = reference(case, given, state)
+    assert all(x.dtype == torch.float64 for x in (o, *leaves(last)))
+    close([o, *leaves(last)], [exact, *leaves(end)], 1e-11)
+
+
+@cases
+def test_no_steps_at_all(case: Case):
+    given = {name: x.requires_grad_() for name, x in steps(case, case.given, 0, 0).items()}
+    state = [x.requires_grad_() for x in leaves(packed_state(case))]
+    o, last = run(case, given, state[0] if len(state) == 1 else tuple(state))
+    close(last, state)
+    assert o.shape[1] == 0
+    sum(x.sum() for x in (o, *leaves(last))).backward()
+    assert all(torch.equal(x.grad, torch.ones_like(x)) for x in state)
+
+
+@cases
 def test_low_precision_errs_at_most_twice_what_plain_torch_errs(case: Case):
     low = {name: x.bfloat16() for name, x in case.given.items()}
     exact, _ = reference(case, {name: x.double() for name, x in low.items()})

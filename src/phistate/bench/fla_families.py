@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from phistate.bench.families import Config, Size
@@ -106,7 +107,7 @@ FLA_FAMILIES: dict[str, Callable[[Size], Config]] = {
 def fla_model(name: str, size: Size | None = None, seed: int = 0, **changes: Any) -> Any:
     """A causal language model of one of fla's families, in float32 on the CPU, in eval mode, with random weights.
 
-    Built while fla's names are installed: those with softmax layers look for flash-attn as they are made.
+    Those with softmax layers look for flash-attn as they are made, and are made while fla's names are installed.
 
     Raises:
         ValueError: an unknown family.
@@ -121,7 +122,8 @@ def fla_model(name: str, size: Size | None = None, seed: int = 0, **changes: Any
     from phistate.compat import install
 
     config, fields = FLA_FAMILIES[name](Size() if size is None else size)
-    with install("fla"), torch.random.fork_rng(devices=[]):
+    looks_for_flash_attention = config == "TransformerConfig" or "attn" in fields
+    with install("fla") if looks_for_flash_attention else nullcontext(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(getattr(models, config)(**fields | changes), dtype=torch.float32)
     return model.eval()

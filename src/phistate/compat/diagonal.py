@@ -45,7 +45,8 @@ class _DiagonalScan(torch.autograd.Function):
         following = torch.cat([torch.ones_like(a[:, :1]), a.flip(1)[:, :-1]], 1)
         G, _ = diagonal_scan(following, dy.flip(1), dlast)
         G = G.flip(1)
-        return G * _before(y, h), G, G[:, 0] * a[:, 0]
+        first = torch.cat([G[:, :1] * a[:, :1], dlast.unsqueeze(1)], 1)[:, 0]  # of no steps, the last is the first
+        return G * _before(y, h), G, first
 
     @staticmethod
     def jvp(ctx: Any, da: Tensor, dx: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:

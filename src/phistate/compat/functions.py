@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from phistate.compat.swap import Uses
+from phistate.compat.swap import WANTED
 
 Function = Callable[..., Any]
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,15 @@ def replacement(original: Function, hook: Hook, fallback: Function | None = None
     """
     native, index = hook.native(original if fallback is None else fallback), hook.tensor
     name = [part for part in hook.signature.split(", ") if part != "*"][index].partition("=")[0]
-    uses, exports = Uses(), hook.exports
+    number, exports = next(_NUMBERS), hook.exports  # TorchDynamo wraps what a new object's method closes over
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         first = args[index] if len(args) > index else kwargs[name]
-        if not uses.live or first.device.type != "cpu" or (not exports and torch.compiler.is_exporting()):
+        if number not in WANTED or first.device.type != "cpu" or (not exports and torch.compiler.is_exporting()):
             return original(*args, **kwargs)
         return native(*args, **kwargs)
 
     run._phistate_replaces = original  # type: ignore[attr-defined]
-    run._phistate_uses = uses  # type: ignore[attr-defined]
+    run._phistate_number = number  # type: ignore[attr-defined]
     return run

@@ -13,21 +13,11 @@ from torch import nn
 
 _ABSENT = object()
 
+WANTED: dict[int, int] = {}
+"""By the number of a replacement: how many attributes it stands in, if any.
 
-@dataclass
-class Uses:
-    """How many attributes a replacement stands in now.
-
-    Modules and layers made meanwhile hold it too, and nobody knows of them: it asks here whether it is still wanted.
-    """
-
-    count: int = 0
-    live: bool = False
-
-    def change(self, by: int) -> None:
-        """One attribute more, or less."""
-        self.count += by
-        self.live = self.count > 0
+Modules and layers made meanwhile hold it too, and nobody knows of them: it looks here whether it is still wanted.
+"""
 
 
 @dataclass
@@ -49,9 +39,13 @@ def original_of(function: Any) -> Any:
     return getattr(function, "_phistate_replaces", function)
 
 
-def _uses(function: Any) -> Uses:
-    """Of a replacement; anything else counts for nothing."""
-    return getattr(function, "_phistate_uses", None) or Uses()
+def _count(function: Any, by: int) -> None:
+    """One attribute more or less that a replacement stands in; anything else is not counted."""
+    number = getattr(function, "_phistate_number", None)
+    if number is not None:
+        WANTED[number] = WANTED.get(number, 0) + by
+        if not WANTED[number]:
+            del WANTED[number]
 
 
 def swapped() -> list[tuple[Any, str, Any]]:
@@ -66,12 +60,12 @@ def swap(owner: ModuleType | type | nn.Module, name: str, new: Any) -> Callable[
         holds = _HELD.setdefault(owner, {})
         hold = holds.setdefault(name, _Hold(vars(owner).get(name, _ABSENT), new))
         hold.count += 1
-        _uses(hold.new).change(+1)
+        _count(hold.new, +1)
         setattr(owner, name, hold.new)
 
     def undo() -> None:
         with _LOCK:
-            _uses(hold.new).change(-1)
+            _count(hold.new, -1)
             hold.count -= 1
             if hold.count:
                 return
@@ -80,7 +74,8 @@ def swap(owner: ModuleType | type | nn.Module, name: str, new: Any) -> Callable[
             if vars(owner).get(name) is not hold.new:
                 return
             # A replacement that another report still wants was here before us; one that nobody wants goes.
-            before = hold.before if _uses(hold.before).live else original_of(hold.before)
+            wanted = getattr(hold.before, "_phistate_number", None) in WANTED
+            before = hold.before if wanted else original_of(hold.before)
             if before is _ABSENT:
                 delattr(owner, name)
             else:

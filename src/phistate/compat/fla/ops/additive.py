@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phistate.compat.arguments import wide
 from phistate.compat.fla.ops.call import Result, attend, check_options, check_packed, take_layout
+from phistate.compat.fla.precision import widened
 
 
 def fused_recurrent_simple_gla(
@@ -31,7 +33,7 @@ def fused_recurrent_simple_gla(
     """A decay per head: ``g [B,T,H]``, or ``g_gamma [H]`` the same at every step (with both, their sum)."""
     state_v_first = take_layout(state_v_first, kwargs)
     check_options(kwargs)
-    decay = g if g_gamma is None else g_gamma.detach() if g is None else g.float() + g_gamma.detach()
+    decay = g if g_gamma is None else g_gamma.detach() if g is None else widened(g) + g_gamma.detach()
     return attend(
         q,
         k,
@@ -101,9 +103,9 @@ def parallel_simple_gla(
     if cu_seqlens is not None:
         raise ValueError("output_attentions: got True beside cu_seqlens; takes it for sequences that are not packed")
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    weights = torch.einsum("bthk,bshk->bhts", q.float() * scale, k.float())
+    weights = torch.einsum("bthk,bshk->bhts", widened(q) * scale, widened(k))
     if g is not None:
-        total = g.float().cumsum(1).transpose(1, 2)
+        total = widened(g).cumsum(1).transpose(1, 2)
         weights = weights * (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp(max=0).exp()
     return o, weights.tril().to(q.dtype)
 
@@ -169,15 +171,15 @@ def fused_recurrent_linear_attn(
     kept = None
     if s is not None or z is not None:
         shape = (sequences, k.shape[2], k.shape[3])
-        s = q.new_zeros(*shape, v.shape[-1], dtype=torch.float32) if s is None else s
-        z = q.new_zeros(*shape, dtype=torch.float32) if z is None else z.squeeze(1)
-        kept = torch.cat([s.float(), z.float().unsqueeze(-1)], -1)
+        s = q.new_zeros(*shape, v.shape[-1], dtype=wide(q)) if s is None else s
+        z = q.new_zeros(*shape, dtype=wide(q)) if z is None else z.squeeze(1)
+        kept = torch.cat([widened(s), widened(z).unsqueeze(-1)], -1)
     common = torch.promote_types(q.dtype, v.dtype)
-    wide = torch.cat([v.to(common), torch.ones_like(v[..., :1], dtype=common)], -1)
+    with_ones = torch.cat([v.to(common), torch.ones_like(v[..., :1], dtype=common)], -1)
     o, state = attend(
         q,
         k,
-        wide,
+        with_ones,
         scale=scale,
         initial_state=kept,
         output_final_state=True,
@@ -186,7 +188,7 @@ def fused_recurrent_linear_attn(
         dtype=common,
     )
     assert state is not None  # it was asked for
-    o, total = o.float().split([v.shape[-1], 1], -1)
+    o, total = widened(o).split([v.shape[-1], 1], -1)
     s = state[..., :-1].contiguous() if output_final_state else None
     return (o / (total + 1e-10)).to(q.dtype), (s, state[..., -1].unsqueeze(1))
 
@@ -261,7 +263,7 @@ def parallel_retention(
 
 
 def _retained(q: Tensor) -> Tensor:
-    heads = torch.arange(q.shape[2], dtype=torch.float32, device=q.device)
+    heads = torch.arange(q.shape[2], dtype=wide(q), device=q.device)
     return (1 - 2.0 ** (-5.0 - heads)).log()
 
 
@@ -279,7 +281,7 @@ def fused_recurrent_lightning_attn(
 ) -> Result:
     """Head h of layer l decays by (8/H)(1 - l/L) h nats a step (Qin et al. 2024, arXiv:2405.17381)."""
     heads = q.shape[2]
-    slopes = 8 / heads * (1 - layer_idx / num_layers) * torch.arange(heads, dtype=torch.float32, device=q.device)
+    slopes = 8 / heads * (1 - layer_idx / num_layers) * torch.arange(heads, dtype=wide(q), device=q.device)
     return fused_recurrent_simple_gla(
         q, k, v, None, -slopes, scale, initial_state, output_final_state, reverse, cu_seqlens=cu_seqlens
     )

@@ -16,10 +16,15 @@ import torch
 from torch import Tensor
 
 from phistate.compat.arguments import on_cpu
+from phistate.compat.fla.precision import widened
 from phistate.compat.states import state_of
 from phistate.ops.linear_attention import linear_attention
 
 Result = tuple[Tensor, Tensor | None]
+
+LEAST = -60.0
+"""The least decay of ops that divide by one. Of a state kept by less than e^-60 nothing is left beside what float32
+holds, and e^60 is finite in it."""
 
 
 def attend(
@@ -108,7 +113,7 @@ def attend(
 
 
 def _side(x: Tensor | None, common: torch.dtype) -> Tensor | None:
-    return x if x is None or x.dtype in (common, torch.float32) else x.float()
+    return x if x is None or x.dtype in (common, torch.float32) else widened(x)
 
 
 def turned(x: Tensor, cu_seqlens: Tensor | None) -> Any:
@@ -138,7 +143,7 @@ def _columns_as_heads(
         decay = decay.repeat_interleave(width, 2)
         if by_value is not None:
             by_value = by_value if decay.ndim == 3 else by_value.unsqueeze(-1)
-            decay = decay.float() + by_value.float()
+            decay = widened(decay) + widened(by_value)
     else:
         decay = by_value
     if beta is not None:
@@ -193,10 +198,7 @@ def check_options(kwargs: dict[str, Any], chunk_sizes: tuple[int, ...] | None = 
             takes = "a power of 2" if chunk_sizes is None else ", ".join(map(str, chunk_sizes))
             raise ValueError(f"`chunk_size` must be {takes}, got {size}.")
     for name in kwargs:
-        raise TypeError(f"{name}: got an argument that fla {_VERSION} does not know either; takes none of that name")
-
-
-_VERSION = "0.6.0"
+        raise TypeError(f"{name}: got an argument that fla does not know either; takes none of that name")
 
 
 def take_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:

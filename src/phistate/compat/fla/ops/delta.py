@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from phistate.compat.fla.ops.call import Result, attend, check_options, check_packed, refuse, take_layout
-from phistate.compat.fla.ops.gates import fused_gdn_gate, fused_kda_gate, strength
+from phistate.compat.fla.ops.gates import check_bound, fused_gdn_gate, fused_kda_gate, strength
+from phistate.compat.fla.precision import widened
 
 
 def chunk_delta_rule(
@@ -132,14 +133,16 @@ def fused_recurrent_gated_delta_rule(
         if g is None:
             raise ValueError("g: got None with use_gate_in_kernel=True; takes what the gate is made of")
         g = fused_gdn_gate(g, A_log, dt_bias)
-    decay = g if gk is None else gk if g is None else gk.float() + g.float().unsqueeze(-1)
+    decay = g if gk is None else gk if g is None else widened(gk) + widened(g).unsqueeze(-1)
     return attend(
         q,
         k,
         v,
         decay=decay,
         decay_of_values=gv,
-        beta=None if beta is None else strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        beta=strength(
+            torch.ones_like(v[..., 0]) if beta is None else beta, use_beta_sigmoid_in_kernel, allow_neg_eigval
+        ),
         write="delta",
         scale=scale,
         initial_state=initial_state,
@@ -186,8 +189,7 @@ def chunk_kda(
     A_log, dt_bias = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None)
     check_options(kwargs, (32, 64))
     refuse(cp_context=cp_context, return_intermediate_states=return_intermediate_states)
-    if safe_gate and use_gate_in_kernel and (lower_bound is None or not -5 <= lower_bound < 0):
-        raise ValueError(f"lower_bound: got {lower_bound} with safe_gate=True; takes -5 <= lower_bound < 0")
+    check_bound(lower_bound, safe_gate and use_gate_in_kernel)
     _check_groups(q, k, v)
     return _kda(
         q,

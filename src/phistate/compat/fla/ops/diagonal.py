@@ -8,6 +8,7 @@ from torch import Tensor
 from phistate.compat.arguments import on_cpu
 from phistate.compat.diagonal import diagonal_scan
 from phistate.compat.fla.ops.call import Result, check_packed
+from phistate.compat.fla.precision import widened
 from phistate.ops.checks import check_log
 
 
@@ -25,9 +26,9 @@ def fused_recurrent_hgrn(
     on_cpu("fla", "x", x, "[B,T,D]", 3)
     check_packed(x, cu_seqlens, None if initial_state is None else initial_state.shape[0])
     check_log("g", g)
-    a, u = g.float().exp(), x.float()
+    a, u = widened(g).exp(), widened(x)
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    before = u.new_zeros(sequences, x.shape[2]) if initial_state is None else initial_state.float()
+    before = u.new_zeros(sequences, x.shape[2]) if initial_state is None else initial_state.to(u.dtype)
     if cu_seqlens is None:
         h, last = diagonal_scan(a, u, before)
     else:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phistate.compat.fla.ops.call import Result, attend, check_options, refuse, take_layout
-from phistate.compat.fla.ops.gates import fused_kda_gate
+from phistate.compat.fla.ops.call import LEAST, Result, attend, check_options, refuse, take_layout
+from phistate.compat.fla.ops.gates import check_bound, fused_kda_gate
+from phistate.compat.fla.precision import l2norm, widened
 
 
 def chunk_comba(
@@ -34,16 +35,18 @@ def chunk_comba(
     if p.shape[2] != k.shape[2]:
         raise ValueError(f"p: got {p.shape[2]} heads; takes {k.shape[2]}, as k has")
     if use_qk_l2norm_in_kernel:
-        p = p.float() * torch.rsqrt(p.float().square().sum(-1, keepdim=True) + 1e-6)
+        p = l2norm(widened(p))
     dtype = q.dtype
     if dtype == torch.float16:  # e^60 is beyond it
         q, k, v = q.float(), k.float(), v.float()
-    g = g.float().clamp(min=_LEAST)
-    gain = (-g).exp() if beta is None else beta.float() * (-g).exp()
+    g = widened(g).clamp(min=LEAST)
+    gain = (-g).exp()
+    if beta is not None:
+        gain = widened(beta) * (gain if beta.ndim == 3 else gain.unsqueeze(-1))
     return attend(
         q,
         k,
-        (v.float() * g.exp().unsqueeze(-1)).to(v.dtype),
+        (widened(v) * g.exp().unsqueeze(-1)).to(v.dtype),
         decay=g,
         beta=gain,
         erase=p.to(k.dtype),
@@ -55,10 +58,6 @@ def chunk_comba(
         cu_seqlens=cu_seqlens,
         dtype=dtype,
     )
-
-
-# Of a state kept by less than e^-60 nothing is left beside what float32 holds; e^-g then stays finite.
-_LEAST = -60.0
 
 
 def fused_recurrent_comba(
@@ -110,8 +109,7 @@ def chunk_gdn2(
     A_log, dt_bias = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None)
     check_options(kwargs, (64,))
     refuse(cp_context=cp_context, return_intermediate_states=return_intermediate_states)
-    if safe_gate and use_gate_in_kernel and (lower_bound is None or not -5 <= lower_bound < 0):
-        raise ValueError(f"lower_bound: got {lower_bound} with safe_gate=True; takes -5 <= lower_bound < 0")
+    check_bound(lower_bound, safe_gate and use_gate_in_kernel)
     gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
     return _gdn2(
         q, k, v, g, b, w, gate, use_qk_l2norm_in_kernel, scale, initial_state, output_final_state, state_v_first,
@@ -156,7 +154,7 @@ def _gdn2(
     b: Tensor,
     w: Tensor,
     gate: tuple[Tensor | None, Tensor | None, float | None] | None,
-    l2norm: bool,
+    normalise: bool,
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
@@ -164,17 +162,16 @@ def _gdn2(
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
 ) -> Result:
-    if l2norm:
-        q, k = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        q, k = q.to(v.dtype), k.to(v.dtype)
+    if normalise:
+        q, k = l2norm(q), l2norm(k)
     if k.shape[2] != v.shape[2]:  # the erase key is each value head's own
         k = k.repeat_interleave(v.shape[2] // k.shape[2], 2)
     return attend(
         q,
         k,
-        (w.float() * v.float()).to(v.dtype),
+        (widened(w) * widened(v)).to(v.dtype),
         decay=g if gate is None else fused_kda_gate(g, *gate),
-        erase=(b.float() * k.float()).to(k.dtype),
+        erase=(widened(b) * widened(k)).to(k.dtype),
         write="delta",
         scale=scale,
         initial_state=initial_state,

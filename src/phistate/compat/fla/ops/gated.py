@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phistate.compat.arguments import wide
 from phistate.compat.fla.ops.call import Result, attend, check_options, check_packed
+from phistate.compat.fla.precision import widened
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -29,20 +31,20 @@ def fused_additive_gate(
     bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     sequences = x.shape[0] if cu_seqlens is None else len(bounds) - 1
     if initial_state is None:
-        before = x.new_full((sequences, 1, *x.shape[2:]), -torch.inf, dtype=torch.float32)
+        before = x.new_full((sequences, 1, *x.shape[2:]), -torch.inf, dtype=wide(x))
     elif initial_state.shape != (sequences, 1, *x.shape[2:]):
         takes = (sequences, 1, *x.shape[2:])
         raise ValueError(f"initial_state: got shape {tuple(initial_state.shape)}; takes {takes}")
     else:
-        before = initial_state.float()
+        before = initial_state.to(wide(x))
     sums, last = [], []
     for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         first = before if cu_seqlens is None else before[i : i + 1]
-        z = torch.cat([first, torch.logaddexp(first, x[:, begin:end].float().logcumsumexp(1))], 1)
+        z = torch.cat([first, torch.logaddexp(first, widened(x[:, begin:end]).logcumsumexp(1))], 1)
         sums.append(z)
         last.append(z[:, -1:])
     z, past = (torch.cat(parts, 1) for parts in ([z[:, 1:] for z in sums], [z[:, :-1] for z in sums]))
-    share = (x.float() - z).exp()
+    share = (widened(x) - z).exp()
     # What is kept is 1 - share; the difference of the sums is that too, rounded to a unit of z.
     fresh = past == -torch.inf
     kept = torch.where(share < 0.5, torch.log1p(-share.clamp(max=0.5)), past.masked_fill(fresh, 0.0) - z)
@@ -119,7 +121,7 @@ def fused_recurrent_gsa(
     states = None if initial_state is None or initial_state[0] is None else initial_state[0].shape[0]
     check_packed(q, cu_seqlens, states)
     if g is None:
-        s, g, _ = fused_additive_gate(s, None, cu_seqlens, k.dtype, torch.float32)
+        s, g, _ = fused_additive_gate(s, None, cu_seqlens, k.dtype, wide(s))
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"q: got {q.shape[2]} heads; takes a multiple of the keys' {k.shape[2]}")
     hk, hv = (None, None) if initial_state is None else initial_state
@@ -132,7 +134,7 @@ def fused_recurrent_gsa(
     if hk is not None and group > 1:
         hk = hk.repeat_interleave(group, 1)
     scores, hk = run(q, keys, slots, decay_of_values=gates, scale=scale, initial_state=hk)
-    read = scores.float().softmax(-1).to(q.dtype)
+    read = widened(scores).softmax(-1).to(q.dtype)
     o, hv = run(read, s, v, decay=g, scale=1.0, initial_state=hv)
     return o, [hk if hk is None else hk[:, ::group].contiguous(), hv]
 

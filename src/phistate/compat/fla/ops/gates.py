@@ -43,6 +43,12 @@ def fused_kda_gate(
     return decay.to(output_dtype)
 
 
+def check_bound(lower_bound: float | None, safe: bool) -> None:
+    """A gate asked to be safe has a bound that fla calls so."""
+    if safe and (lower_bound is None or not -5 <= lower_bound < 0):
+        raise ValueError(f"lower_bound: got {lower_bound} with safe_gate=True; takes -5 <= lower_bound < 0")
+
+
 def strength(beta: Tensor, sigmoid: bool, negative: bool) -> Tensor:
     """``beta`` as given, or its sigmoid, or twice that, which lets eigenvalues of the transition be negative."""
     if negative and not sigmoid:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phistate.compat.arguments import wide
 from phistate.compat.fla.ops.call import attend
 from phistate.features.polynomial import Polynomial, Taylor
 
@@ -49,7 +50,7 @@ def _smoothed(phi_q: Tensor, phi_k: Tensor, v: Tensor, eps: float | None) -> Ten
 
 
 def _sums(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator, float32: the kernel's sum is a column of ones beside v."""
-    wide = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    o, total = attend(phi_q, phi_k, wide, scale=1.0, dtype=torch.float32)[0].split([v.shape[-1], 1], -1)
+    """Numerator and denominator, before any rounding: the kernel's sum is a column of ones beside v."""
+    with_ones = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    o, total = attend(phi_q, phi_k, with_ones, scale=1.0, dtype=wide(v))[0].split([v.shape[-1], 1], -1)
     return o, total

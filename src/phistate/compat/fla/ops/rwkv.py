@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phistate.compat.fla.ops.call import Result, attend, check_options, check_packed, refuse, turned
+from phistate.compat.arguments import wide
+from phistate.compat.fla.ops.call import LEAST, Result, attend, check_options, check_packed, refuse, turned
+from phistate.compat.fla.precision import widened
 
 
 def fused_recurrent_rwkv6(
@@ -53,18 +55,18 @@ def fused_recurrent_rwkv6(
         moved(r, reads),
         moved(k, writes),
         moved(v, writes),
-        decay=moved(w.float(), writes),
+        decay=moved(widened(w), writes),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
-        dtype=torch.float32,
+        dtype=wide(r),
         gate="w",
     )
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     group = r.shape[2] // k.shape[2]
-    keys, values = (x.float().repeat_interleave(group, 2) if group > 1 else x.float() for x in (k, v))
-    bonus = (r.float() * u.float() * keys).sum(-1, keepdim=True) * values
+    keys, values = (widened(x).repeat_interleave(group, 2) for x in (k, v))
+    bonus = (widened(r) * widened(u) * keys).sum(-1, keepdim=True) * values
     o = past.index_select(1, reads) + scale * bonus
     if reverse:
         o = back(o)
@@ -236,10 +238,6 @@ def fused_mul_recurrent_rwkv7(
     )
 
 
-# Of a state kept by less than e^-60 nothing is left beside what float32 holds; the erase key then stays finite.
-_LEAST = -60.0
-
-
 def _generalised(
     q: Tensor,
     k: Tensor,
@@ -262,8 +260,8 @@ def _generalised(
         decay = None if decay is None else back(decay)
     erase = -a
     if decay is not None:
-        decay = decay.float().clamp(min=_LEAST)
-        erase = erase.float() * (-decay).exp()
+        decay = widened(decay).clamp(min=LEAST)
+        erase = widened(erase) * (-decay).exp()
         if q.dtype == torch.float16:
             q, k, v, b = (x.float() for x in (q, k, v, b))
         erase = erase.to(q.dtype)
