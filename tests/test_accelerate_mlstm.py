@@ -280,3 +280,16 @@ def test_padding_training_fails_without_us():
         net(ids, use_cache=False)
     with accelerate(net):
         assert_close(logits(net, ids), logits(model("xlstm"), ids))
+
+
+def test_a_gate_of_minus_infinity_writes_nothing():
+    q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()
+    igate, fgate = torch.randn(2, 1, 2, 6).unbind()
+    igate[..., 3] = -torch.inf
+    igate = igate.requires_grad_()
+    h, states = mlstm(q, k, v, igate, fgate, None, eps=1e-6)
+    changed = v.clone()
+    changed[:, :, 3] = 9.0
+    assert torch.equal(h, mlstm(q, k, changed, igate, fgate, None, eps=1e-6)[0])
+    h.sum().backward()
+    assert all(x.isfinite().all() for x in (h, *states, igate.grad))

@@ -5,6 +5,7 @@ import importlib.util
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -77,8 +78,8 @@ def test_the_function_is_not_hidden_by_its_module():
 @pytest.mark.parametrize(
     "names, message",
     [
-        ((), "names: got none; takes one or more of 'causal_conv1d', 'fla', 'mamba_ssm'"),
-        (("mamba_ssm", "mamba"), "names: got 'mamba'; takes 'causal_conv1d', 'fla', 'mamba_ssm'"),
+        ((), "names: got none; takes one or more of 'causal_conv1d', 'mamba_ssm', 'fla'"),
+        (("mamba_ssm", "mamba"), "names: got 'mamba'; takes 'causal_conv1d', 'mamba_ssm', 'fla'"),
     ],
 )
 def test_names_are_known(names, message):
@@ -136,6 +137,27 @@ def test_calls_that_share_stand_ins_undo_in_any_order():
     assert not standing()
     with compat.install("mamba_ssm"):
         assert sys.modules["mamba_ssm"] is not module
+
+
+def test_a_report_whose_stand_ins_were_swept_away_undoes_itself_alone():
+    with mock.patch.dict(sys.modules):
+        first = compat.install("mamba_ssm")
+    second = compat.install("mamba_ssm")
+    first.undo()
+    third = compat.install("mamba_ssm")
+    second.undo()
+    assert isinstance(sys.modules["mamba_ssm"], types.ModuleType)
+    third.undo()
+    assert "mamba_ssm" not in sys.modules
+
+
+def test_packages_are_made_in_the_order_in_which_they_import_each_other(site):
+    looks = "try:\n    from causal_conv1d import causal_conv1d_fn as held\nexcept ImportError:\n    held = None\n"
+    site({"mamba_ssm/__init__.py": f"__version__ = '2.3.2.post1'\n{looks}"})
+    with compat.install("mamba_ssm", "causal_conv1d"):
+        import mamba_ssm
+
+        assert mamba_ssm.held is causal_conv1d.causal_conv1d_fn
 
 
 def test_what_was_there_comes_back():
@@ -338,7 +360,3 @@ def test_a_description_that_is_missing_undoes_the_others(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match="phistate.compat.nowhere"):
         compat.install("causal_conv1d", "mamba_ssm", "other")
     assert not standing()
-
-
-def test_the_documented_registry():
-    assert installing._PACKAGES["fla"] == "phistate.compat.fla"

@@ -244,24 +244,24 @@ def test_packed_sequences_in_mamba2(named, cached):
     layer = varied(Mamba2(16, d_state=4, headdim=8, ngroups=2, layer_idx=0))
     u = torch.randn(1, 9, 16, dtype=torch.float64)
     packed = {
-        "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.int32),
-        "cu_seqlens": torch.tensor([0, 2, 9], dtype=torch.int32),
+        # The last is shorter than the filter: of what stands before it nothing is in its window.
+        "seq_idx": torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1, 1]], dtype=torch.int32),
+        "cu_seqlens": torch.tensor([0, 7, 9], dtype=torch.int32),
     }
     packed = packed if named == "both" else {named: packed[named]}
     cache = InferenceParams(9, 2) if cached else None
-    parts = [mamba2_oracle(layer, u[:, :2]), mamba2_oracle(layer, u[:, 2:])]
+    sequences = [u[:, :7], u[:, 7:]]
+    parts = [mamba2_oracle(layer, part) for part in sequences]
     same(layer(u, inference_params=cache, **packed), torch.cat([y for y, _ in parts], 1))
     if not cached:
         return
-    states = torch.cat([state for _, state in parts])
     if named == "seq_idx":  # one row, one state: its last sequence's
-        same(cache.key_value_memory_dict[0][1], states[-1:])
-        return
-    same(cache.key_value_memory_dict[0][1], states)
+        sequences, parts = sequences[-1:], parts[-1:]
+    same(cache.key_value_memory_dict[0][1], torch.cat([state for _, state in parts]))
     cache.seqlen_offset = 9
-    more = torch.randn(2, 1, 16, dtype=torch.float64)
+    more = torch.randn(len(sequences), 1, 16, dtype=torch.float64)
     got = layer(more, inference_params=cache)
-    for row, part in enumerate((u[:, :2], u[:, 2:])):
+    for row, part in enumerate(sequences):
         same(got[row], mamba2_oracle(layer, torch.cat([part, more[row : row + 1]], 1))[0][0, -1:])
 
 

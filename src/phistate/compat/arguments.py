@@ -32,7 +32,7 @@ def on_cpu(package: str, name: str, x: Tensor, layout: str, dims: int | None = N
     if x.device.type not in ("cpu", "meta"):
         raise ValueError(
             f"{name}: got a tensor on {x.device}; these stand-ins for {package} run on the CPU only "
-            f"(x.cpu(), or undo them and install {package} itself)"
+            f"(x.cpu(), or a process without them, with {package} itself)"
         )
 
 

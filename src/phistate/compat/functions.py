@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phistate.compat.swap import WANTED
 
@@ -82,8 +83,9 @@ def replacement(original: Function, hook: Hook, fallback: Function | None = None
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        first = args[index] if len(args) > index else kwargs[name]
-        if number not in WANTED or first.device.type != "cpu" or (not exports and torch.compiler.is_exporting()):
+        first = args[index] if len(args) > index else kwargs.get(name)
+        elsewhere = isinstance(first, Tensor) and first.device.type != "cpu"
+        if number not in WANTED or elsewhere or (not exports and torch.compiler.is_exporting()):
             return original(*args, **kwargs)
         return native(*args, **kwargs)
 

@@ -17,8 +17,8 @@ from phistate.compat.stand_in import StandIn, put, stand_ins, standing
 # Where each package is described, as the attribute PACKAGE; imported when it is asked for.
 _PACKAGES = {
     "causal_conv1d": "phistate.compat.causal_conv1d",
-    "fla": "phistate.compat.fla",
     "mamba_ssm": "phistate.compat.mamba_ssm",
+    "fla": "phistate.compat.fla",
 }
 _WARNED: set[tuple[str, str]] = set()
 
@@ -76,7 +76,8 @@ def install(*names: str) -> Report:
     # Whoever gets no report could undo nothing.
     try:
         with LOCK:
-            for name in dict.fromkeys(names):
+            # In this order: the later ones look for the earlier as they are imported.
+            for name in [name for name in _PACKAGES if name in names]:
                 _install(report, importlib.import_module(_PACKAGES[name]).PACKAGE)
     except BaseException:
         report.undo()
@@ -159,7 +160,9 @@ def _stand(report: Report, package: Package, shared: _Standing) -> None:
             shared.count -= 1
             if shared.count == 0:
                 shared.take_out()
-                del _STANDING[package.name]
+                # Whoever has emptied sys.modules meanwhile may have made others since.
+                if _STANDING.get(package.name) is shared:
+                    del _STANDING[package.name]
 
     report._undo.append(undo)
     report.replaced.append(Entry(package.name, "-", f"stand-ins for {package.versions[-1]}: {shared.why}"))

@@ -1,4 +1,4 @@
-"""Packed sequences as transformers' layers speak of them, turned into the one form our ops take."""
+"""Packed sequences as other libraries' layers speak of them, turned into the one form our ops take."""
 
 from __future__ import annotations
 

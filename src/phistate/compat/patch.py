@@ -49,7 +49,7 @@ def holders(known: Container[int]) -> Iterator[tuple[ModuleType, str, int]]:
 
     From-imports are found, and so is what an earlier report put in an object's place.
     """
-    for module in list(sys.modules.values()):
+    for module in dict.fromkeys(sys.modules.values()):  # one may stand there under several names
         if isinstance(module, ModuleType) and module.__name__.partition(".")[0] != "phistate":
             for name, value in list(vars(module).items()):
                 # Only of a function: others may do anything when they are asked for an attribute.

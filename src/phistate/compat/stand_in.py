@@ -69,6 +69,9 @@ def put(modules: Mapping[str, ModuleType], before: Mapping[str, ModuleType]) -> 
         for path in ours:
             del sys.modules[path]
         if len(ours) == len(modules):
+            # What some finder has put below them goes too: a package is ours or its own.
+            for path in [path for root in {path.partition(".")[0] for path in modules} for path in standing(root)]:
+                del sys.modules[path]
             sys.modules.update(before)
 
     return take_out

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phistate.compat.arguments import wide
 from phistate.ops.state import State
 
 
 def state_of(s: Tensor, like: Tensor) -> State:
     """A tensor that a cache kept, as the State an op on ``like`` goes on from."""
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return State(s=s.to(wide), tokens=torch.zeros(s.shape[0], dtype=torch.int64, device=s.device))
+    return State(s=s.to(wide(like)), tokens=torch.zeros(s.shape[0], dtype=torch.int64, device=s.device))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phistate.compat.arguments import wide
 from phistate.compat.states import state_of
 from phistate.ops.backends import native
 from phistate.ops.linear_attention import linear_attention, linear_attention_step_
@@ -21,8 +22,8 @@ def backend(original: Callable[..., Any]) -> Callable[..., Any]:
     """``query, key [B,H,T,K]``, ``value [B,H,T,V]``, gates ``[B,H,T]``; states as :func:`mlstm` has them.
 
     In training mode transformers takes whole chunks only, and no states where it pads; here both are as good as any.
-    A single step overwrites the C and n it is given: the cache would copy the new ones into them anyhow. Without native
-    kernels transformers' own step is as good.
+    A single step of inference overwrites the C and n it is given: the cache would copy the new ones into them anyhow.
+    Without native kernels transformers' own step is as good.
     """
     native_steps = native.why_not() is None
 
@@ -49,9 +50,9 @@ def backend(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         states = None
         if c_initial is not None and n_initial is not None and m_initial is not None:
-            wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-            states = (c_initial.to(wide), n_initial.to(wide), m_initial.to(wide))
-        overwrite = one and native_steps and not torch.is_grad_enabled()
+            C, n, m = (state.to(wide(query)) for state in (c_initial, n_initial, m_initial))
+            states = (C, n, m)
+        overwrite = mode == "inference" and one and native_steps and not torch.is_grad_enabled()
         out, last = mlstm(query, key, value, igate, fgate, states, self.config.eps, overwrite)
         keep = self.config.return_last_states if return_last_states is None else return_last_states
         return (out, last) if keep or mode == "inference" else out
@@ -103,7 +104,7 @@ def mlstm(
     >>> h.flatten().tolist(), C.item(), n.item(), m.item()
     ([0.6666666865348816, 0.75], 1.5, 1.5, 0.0)
     """
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = wide(query)
     f, i = F.logsigmoid(fgate.double()), igate.double()
     before = i.new_zeros(*i.shape[:2], 1) if states is None else states[2].double()
     total = f.cumsum(-1)
@@ -111,8 +112,8 @@ def mlstm(
     M = torch.cat([before, offset], -1).cummax(-1).values
     m = total + M[..., 1:]
     kept = torch.cat([f[..., :1] + before, f[..., 1:]], -1)
-    decay = _valued(M[..., :-1] - M[..., 1:], kept).transpose(1, 2).to(wide)
-    gain = _valued(offset - M[..., 1:], i).exp().transpose(1, 2).to(wide)
+    decay = _valued(M[..., :-1] - M[..., 1:], kept).transpose(1, 2).to(dtype)
+    gain = _valued(offset - M[..., 1:], i).exp().transpose(1, 2).to(dtype)
     constant = m.detach()
 
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -130,13 +131,14 @@ def mlstm(
         numerator, denominator = out[..., :-1], out[..., -1].transpose(1, 2)
         C, n = state.s[..., :-1], state.s[..., -1]
         if m.requires_grad:
-            unit = (constant - m)[..., -1:].exp().to(wide)
+            unit = (constant - m)[..., -1:].exp().to(dtype)
             C, n = C * unit.unsqueeze(-1), n * unit
     divisor = torch.maximum(denominator.double().abs(), (-constant).exp()) + eps * (m - constant).exp()
-    h = numerator.transpose(1, 2) / divisor.to(wide).unsqueeze(-1)
-    return h.to(query.dtype), (C, n, m[..., -1:].to(wide))
+    h = numerator.transpose(1, 2) / divisor.to(dtype).unsqueeze(-1)
+    return h.to(query.dtype), (C, n, m[..., -1:].to(dtype))
 
 
 def _valued(value: Tensor, like: Tensor) -> Tensor:
     """``value``'s numbers with ``like``'s gradient."""
-    return value.detach() + (like - like.detach())
+    finite = like.masked_fill(like.isinf(), 0.0)  # a gate of -inf has no gradient
+    return value.detach() + (finite - finite.detach())

@@ -78,6 +78,8 @@ class Mamba(nn.Module):
         self.d_conv = d_conv
         self.expand = expand
         self.d_inner = int(expand * d_model)
+        if isinstance(dt_rank, str) and dt_rank != "auto":
+            raise ValueError(f"dt_rank: got {dt_rank!r}; takes a number or 'auto'")
         self.dt_rank = math.ceil(d_model / 16) if isinstance(dt_rank, str) else dt_rank
         self.use_fast_path = use_fast_path
         self.layer_idx = layer_idx
@@ -139,6 +141,7 @@ class Mamba(nn.Module):
             states[1].copy_(last.detach())
         return self.out_proj(y)
 
+    @torch.no_grad()
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One token ``[B,1,d_model]``, both states in place: its output and the states. Records no gradient.
 

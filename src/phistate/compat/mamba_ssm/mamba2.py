@@ -97,6 +97,8 @@ class Mamba2(nn.Module):
         self.d_inner = expand * d_model
         self.headdim = headdim
         self.d_ssm = self.d_inner if d_ssm is None else d_ssm
+        if self.d_ssm > self.d_inner:
+            raise ValueError(f"d_ssm: got {d_ssm}; takes at most expand · d_model = {self.d_inner}")
         self.ngroups = ngroups
         self.nheads = heads_of(self.d_ssm, headdim, ngroups)
         self.D_has_hdim = D_has_hdim
@@ -170,10 +172,11 @@ class Mamba2(nn.Module):
         )
         if states is not None:
             with torch.no_grad():
-                states[0].copy_(self._last_inputs(zxbcdt, cu_seqlens))
+                states[0].copy_(self._last_inputs(zxbcdt, cu_seqlens, seq_idx))
                 states[1].copy_(last if pack is None or cu_seqlens is not None else pack.leave(last))
         return out if seqlen is None else out.flatten(0, 1)
 
+    @torch.no_grad()
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One token ``[B,1,d_model]``, both states in place: its output and the states. Records no gradient.
 
@@ -186,20 +189,19 @@ class Mamba2(nn.Module):
         each = self.ngroups * self.d_state
         x, B, C = xBC.split([self.d_ssm, each, each], dim=-1)
         heads = (self.nheads, self.headdim)
-        with torch.no_grad():
-            y = mamba2_step_(
-                ssm_state,
-                x.unflatten(-1, heads),
-                dt,
-                -self.A_log.to(wide(x)).exp(),
-                B.unflatten(-1, (self.ngroups, -1)),
-                C.unflatten(-1, (self.ngroups, -1)),
-                self._skip(),
-                None if self.rmsnorm else z.unflatten(-1, heads),
-                self.dt_bias,
-                True,
-                self.dt_limit,
-            ).flatten(1)
+        y = mamba2_step_(
+            ssm_state,
+            x.unflatten(-1, heads),
+            dt,
+            -self.A_log.to(wide(x)).exp(),
+            B.unflatten(-1, (self.ngroups, -1)),
+            C.unflatten(-1, (self.ngroups, -1)),
+            self._skip(),
+            None if self.rmsnorm else z.unflatten(-1, heads),
+            self.dt_bias,
+            True,
+            self.dt_limit,
+        ).flatten(1)
         if self.rmsnorm:
             y = self.norm(y, z)
         if gate.shape[-1]:
@@ -222,11 +224,14 @@ class Mamba2(nn.Module):
     def _skip(self) -> Tensor:
         return self.D.view(self.nheads, self.headdim) if self.D_has_hdim else self.D
 
-    def _last_inputs(self, zxbcdt: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """What the convolution goes on from, ``[·,HP+2GN,W]``, zeros before the first input."""
+    def _last_inputs(self, zxbcdt: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor:
+        """What the convolution goes on from, ``[·,HP+2GN,W]``, zeros before the first input of the last sequence."""
         xBC = self._split(zxbcdt)[3]
         if cu_seqlens is not None:
             return causal_conv1d_varlen_states(xBC.squeeze(0), cu_seqlens, self.d_conv)
+        if seq_idx is not None:
+            own = (seq_idx == seq_idx[:, -1:]).flip(1).cumprod(1).flip(1)
+            xBC = xBC * own.unsqueeze(-1)
         return F.pad(xBC.transpose(1, 2), (self.d_conv - xBC.shape[1], 0))
 
     def _get_states_from_cache(self, inference_params: Any, batch_size: int, initialize_states: bool = False) -> States:
