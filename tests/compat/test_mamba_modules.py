@@ -265,6 +265,15 @@ def test_packed_sequences_in_mamba2(named, cached):
         same(got[row], mamba2_oracle(layer, torch.cat([part, more[row : row + 1]], 1))[0][0, -1:])
 
 
+def test_mamba2_says_what_does_not_fit():
+    with pytest.raises(ValueError, match="d_ssm: got 64; takes at most expand · d_model = 32"):
+        Mamba2(16, headdim=8, d_ssm=64)
+    with pytest.raises(ValueError, match="cu_seqlens: got it with batch 2; takes batch 1"):
+        Mamba2(16, headdim=8)(torch.zeros(2, 4, 16), cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match="dt_rank: got 'full'; takes a number or 'auto'"):
+        Mamba(16, dt_rank="full")
+
+
 def test_rows_flattened_as_for_sequence_parallelism():
     layer = varied(Mamba2(16, d_state=4, headdim=8, layer_idx=0))
     u = torch.randn(2, 5, 16, dtype=torch.float64)

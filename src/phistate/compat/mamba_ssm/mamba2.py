@@ -142,6 +142,8 @@ class Mamba2(nn.Module):
         """
         on_cpu("mamba_ssm", "u", u, "[B,L,D], or [B·L,D] beside seqlen", 3 if seqlen is None else 2)
         rows = u if seqlen is None else u.unflatten(0, (-1, seqlen))
+        if cu_seqlens is not None and rows.shape[0] != 1:
+            raise ValueError(f"cu_seqlens: got it with batch {rows.shape[0]}; takes batch 1, sequences packed along L")
         states = None
         if inference_params is not None:
             batch = rows.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
