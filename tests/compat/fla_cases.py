@@ -317,11 +317,25 @@ def _cases() -> list[Case]:
         ),
         Case("lightnet", gated.chunk_lightnet, plain, _lightnet, {}, ((H, K, V), (1, H, K))),
         Case("lightnet_recurrent", gated.fused_recurrent_lightnet, plain, _lightnet, {}, ((H, K, V), (1, H, K))),
-        Case("hgrn", diagonal.fused_recurrent_hgrn, inputs(x=(B, T, K)) | {"g": _decay(inputs(g=(B, T, K))["g"])},
-             _hgrn, {}, ((K,),), decays=("g",)),
-        Case("chunk_hgrn", diagonal.chunk_hgrn, inputs(x=(B, T, K)) | {"g": _decay(inputs(g=(B, T, K))["g"])},
-             _hgrn, {}, ((K,),), decays=("g",)),
-    ]  # fmt: skip
+        Case(
+            "hgrn",
+            diagonal.fused_recurrent_hgrn,
+            inputs(x=(B, T, K)) | {"g": _decay(inputs(g=(B, T, K))["g"])},
+            _hgrn,
+            {},
+            ((K,),),
+            decays=("g",),
+        ),
+        Case(
+            "chunk_hgrn",
+            diagonal.chunk_hgrn,
+            inputs(x=(B, T, K)) | {"g": _decay(inputs(g=(B, T, K))["g"])},
+            _hgrn,
+            {},
+            ((K,),),
+            decays=("g",),
+        ),
+    ]
     rwkv6 = inputs(r=(B, T, H, K), k=(B, T, H, K), v=(B, T, H, V), u=(H, K)) | {"w": per_channel}
     found += [
         Case(adapter.__name__, adapter, rwkv6, _rwkv6, {}, one, decays=("w",))

@@ -119,3 +119,16 @@ def test_code_that_comes_with_a_checkpoint_runs(remote, tmp_path):
     done = run("run_remote", "stand-ins", remote, **modules)
     assert done.returncode == 0, done.stderr
     assert "cached = uncached" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA they may be true")
+def test_what_asks_for_cuda_stays_false():
+    ask = "is_mamba_ssm_available, is_mamba_2_ssm_available, is_causal_conv1d_available"
+    code = f"""
+import phistate.compat
+phistate.compat.install("causal_conv1d", "mamba_ssm")
+from transformers.utils.import_utils import {ask}
+print([asked() for asked in ({ask})])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[False, False, False]", done.stderr

@@ -76,9 +76,11 @@ static int check(const char* set, int64_t kind, Write by) {
         return 1;
     }
     const double forward = error(kind, by), of_q = fabs(dot(d_o, o) - dot(d_q, q)), of_v = fabs(dot(d_o, o) - dot(d_v, v));
-    const bool bad = !(forward < 1e-5 && of_q < 1e-4 && of_v < 1e-4);
-    printf("%-14s %s decay %d: forward %.1e, backward %.1e %.1e%s\n", set, by == ERASE ? "erase" : delta ? "delta" : "add  ", int(kind), forward, of_q, of_v,
-           bad ? "  WRONG" : "");
+    // Keys λ times as long write λ times as much, if what erases by them is as much shorter.
+    const double of_k = by == DELTA ? 0.0 : fabs(dot(d_o, o) - dot(d_k, k) + (by == ERASE ? dot(d_erase, erase) : 0.0));
+    const bool bad = !(forward < 1e-5 && of_q < 1e-4 && of_v < 1e-4 && of_k < 1e-4);
+    printf("%-14s %s decay %d: forward %.1e, backward %.1e %.1e %.1e%s\n", set, by == ERASE ? "erase" : delta ? "delta" : "add  ", int(kind), forward, of_q,
+           of_v, of_k, bad ? "  WRONG" : "");
     return bad;
 }
 

@@ -12,7 +12,8 @@ from phistate.compat.rows import chosen, put_back, row_numbers
 from phistate.ops.causal_conv1d import MAX_WIDTH, causal_conv1d, causal_conv1d_step_
 from phistate.ops.checks import check_float, check_overwritable, check_side_input
 
-_ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+"""What other libraries call our convolution's activations."""
 
 
 def causal_conv1d_fn(
@@ -192,10 +193,10 @@ def _filter(
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not 2 <= weight.shape[1] <= MAX_WIDTH:
         got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
         raise ValueError(f"weight: got {got}; takes [D,W] with W from 2 to {MAX_WIDTH}")
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}; takes 'silu', 'swish' or None")
     weight = beside("weight", weight, x, (dim, weight.shape[1]))
-    return weight, beside("bias", bias, x, (dim,)), _ACTIVATIONS[activation]
+    return weight, beside("bias", bias, x, (dim,)), ACTIVATIONS[activation]
 
 
 def _after(past: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:

@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phistate.compat.causal_conv1d import ACTIVATIONS
 from phistate.compat.packing import packing
 from phistate.hf.handover import current
 from phistate.ops.backends import native
 from phistate.ops.causal_conv1d import MAX_WIDTH, causal_conv1d, causal_conv1d_step_
 
-_ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
-
 
 def fits(x: Tensor, weight: Tensor, activation: str | None) -> bool:
     """Whether our convolution takes ``x`` with ``weight [C,W]`` and this activation."""
     return (
-        activation in _ACTIVATIONS
+        activation in ACTIVATIONS
         and 2 <= weight.shape[1] <= MAX_WIDTH
         and weight.dtype in (x.dtype, torch.float32)
         and x.dtype.is_floating_point
@@ -46,8 +45,8 @@ def convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 return original(hidden_states, weight, bias, activation)
             return original(hidden_states, weight, bias, activation, seq_idx=pack.offsets)
         if pack is None:
-            return causal_conv1d(x, weight, bias, _ACTIVATIONS[activation]).transpose(1, 2)
-        y = causal_conv1d(pack.fold(x), weight, bias, _ACTIVATIONS[activation], cu_seqlens=pack.offsets)
+            return causal_conv1d(x, weight, bias, ACTIVATIONS[activation]).transpose(1, 2)
+        y = causal_conv1d(pack.fold(x), weight, bias, ACTIVATIONS[activation], cu_seqlens=pack.offsets)
         return pack.unfold(y).transpose(1, 2)
 
     return convolve
@@ -68,6 +67,6 @@ def update(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if hidden_states.shape[2] != 1 or torch.is_grad_enabled() or not fits(hidden_states, weight, activation):
             return original(hidden_states, conv_state, weight, bias, activation)
         x = hidden_states.squeeze(2)
-        return causal_conv1d_step_(conv_state, x, weight, bias, _ACTIVATIONS[activation]).unsqueeze(2)
+        return causal_conv1d_step_(conv_state, x, weight, bias, ACTIVATIONS[activation]).unsqueeze(2)
 
     return step

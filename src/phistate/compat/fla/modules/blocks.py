@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phistate.compat.causal_conv1d import ACTIVATIONS
 from phistate.compat.fla.modules import activations, conv, losses
 from phistate.compat.fla.modules.rotary import rotary_embedding
 from phistate.ops.checks import check_choice
@@ -32,7 +33,7 @@ class ShortConvolution(nn.Conv1d):
         kwargs.pop("use_fast_conv1d", None)  # an old name of a backend
         if kwargs:
             raise TypeError(f"{next(iter(kwargs))}: got an argument that ShortConvolution does not have")
-        if activation not in conv.ACTIVATIONS:
+        if activation not in ACTIVATIONS:
             raise ValueError(f"activation: got {activation!r}; takes 'silu', 'swish' or None")
         check_choice("backend", str(backend), ("cuda", "triton"))
         super().__init__(

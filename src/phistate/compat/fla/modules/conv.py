@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phistate.compat.arguments import wide
+from phistate.compat.causal_conv1d import ACTIVATIONS
 from phistate.compat.fla.precision import widened
 from phistate.compat.packing import packing
 from phistate.ops import causal_conv1d as ops
 from phistate.ops.checks import check_choice
 from phistate.values import any_tangent
-
-ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 
 
 def causal_conv1d(

@@ -112,9 +112,21 @@ def chunk_gdn2(
     check_bound(lower_bound, safe_gate and use_gate_in_kernel)
     gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
     return _gdn2(
-        q, k, v, g, b, w, gate, use_qk_l2norm_in_kernel, scale, initial_state, output_final_state, state_v_first,
-        cu_seqlens, q.dtype,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        b,
+        w,
+        gate,
+        use_qk_l2norm_in_kernel,
+        scale,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        q.dtype,
+    )
 
 
 def fused_recurrent_gdn2(
@@ -141,9 +153,21 @@ def fused_recurrent_gdn2(
     check_options(kwargs)
     gate = (A_log, dt_bias, lower_bound) if use_gate_in_kernel else None
     return _gdn2(
-        q, k, v, g, b, w, gate, use_qk_l2norm_in_kernel, scale, initial_state, output_final_state, state_v_first,
-        cu_seqlens, v.dtype,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        b,
+        w,
+        gate,
+        use_qk_l2norm_in_kernel,
+        scale,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        v.dtype,
+    )
 
 
 def _gdn2(
